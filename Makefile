@@ -61,17 +61,17 @@ nightly: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile bench/nightly
 
 ## Run every command on mutated inputs: 2,000 cases in five minutes on one core. Options: FUZZ='--seed 3 --only exports
-## --cases 200'; FUZZ='--seed 3 --case 1234' repeats one case. docs/RELIABILITY.md.
+## --cases 200'; FUZZ='--seed 3 --case 1234' repeats one case. paper/RELIABILITY.md.
 fuzz: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.fuzz $(FUZZ)
 
 ## Interrupt every stage of a run in every way at five moments, and resume it: half an hour on one core. As root, it also
-## fills a small disk. KILLS='--folder runs/kills' resumes after an interruption. docs/RELIABILITY.md.
+## fills a small disk. KILLS='--folder runs/kills' resumes after an interruption. paper/RELIABILITY.md.
 kills: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.kills $(KILLS)
 
 ## Mutation testing of attention, losses, sweep, plan and run folder: an hour on one core. Resumes after an interruption.
-## Options: MUTANTS='--only plan --sample 60 --seed 3'. docs/RELIABILITY.md.
+## Options: MUTANTS='--only plan --sample 60 --seed 3'. paper/RELIABILITY.md.
 mutants: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.mutants $(MUTANTS)
 
@@ -150,12 +150,12 @@ real-shape: $(VENV)/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m bench.speed.real_shape runs/real-shape
 
 ## Install the wheel in a new environment and convert a tiny model of every family there, as a new user would: an hour of
-## two cores. Resumes after an interruption. Options: STRANGER='--only mamba2 zamba2'. docs/RELIABILITY.md.
+## two cores. Resumes after an interruption. Options: STRANGER='--only mamba2 zamba2'. paper/RELIABILITY.md.
 stranger: $(VENV)/.installed
 	$(BIN)/python -m bench.stranger runs/stranger $(STRANGER)
 
 ## Run the GPU bench, in several commands of under 9 minutes, with or without a virtual environment. GPU='...' holds options
-## (--build, --warm); without any, it measures what has no result yet. docs/BENCHMARKS.md.
+## (--build, --warm); without any, it measures what has no result yet. paper/BENCHMARKS.md.
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu $(GPU)
 
@@ -165,7 +165,7 @@ bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.speed.locate $(BENCH)
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.speed.train $(BENCH)
 
-## Run the study on which head or layer to splice: hours on one core. Resumes after an interruption. docs/EVIDENCE.md.
+## Run the study on which head or layer to splice: hours on one core. Resumes after an interruption. paper/EVIDENCE.md.
 evidence: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.studies.site_selection $(EVIDENCE)
 

@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -19,7 +20,7 @@ URL = "SURGERY_REPOSITORY_URL"
 
 
 class WithShippedFiles(build_py):
-    """Copies the files of surgery/files/shipped.py into the package. An editable install reads the checkout's."""
+    """Adds the files of surgery/files/shipped.py and the tasks for lm-eval. An editable install uses the checkout's."""
 
     def run(self) -> None:
         super().run()
@@ -31,6 +32,11 @@ class WithShippedFiles(build_py):
         for name in shipped["shipped_files"](ROOT):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, folder / name)
+        sys.path.insert(0, str(Path(self.build_lib).resolve()))
+        sys.dont_write_bytecode = True  # it would be in the wheel
+        from surgery.evaluate.lm_eval_files import tasks_folder
+
+        tasks_folder()
 
 
 def project_version() -> str:

@@ -5,7 +5,7 @@
 
 Source files are parsed, not run (`house_source.py`). Only three measures run code of the tree, in separate processes:
 the frames (`house_frames.py`), the imports of all modules, and the time of `import surgery`. The seconds of `make test`
-and the mutants killed are read from JSON files (--tests, --mutants). docs/ARCHITECTURE.md, "The tree in numbers",
+and the mutants killed are read from JSON files (--tests, --mutants). paper/HOUSE.md,
 defines the rows.
 """
 

@@ -1,7 +1,7 @@
 """Measure Python sources without running them: layout, import graph, functions, classes, docstrings, lines.
 
 A unit is a package directly below `surgery`, with everything in it, or a module in its root (without `__init__` and
-`__main__`). docs/ARCHITECTURE.md, "The tree in numbers", explains the rows of the table made from these.
+`__main__`). paper/HOUSE.md, explains the rows of the table made from these.
 """
 
 from __future__ import annotations

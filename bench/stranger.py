@@ -32,7 +32,7 @@ from bench.common import ROOT, SHIPPED, finished, markdown_table, parser, save
 from surgery.files.atomic import fingerprint
 from surgery.models.loading import load_model
 from surgery.recipe import Base
-from surgery.testing.pico import SPLICED_FAMILIES, pico_family, pico_tokenizer
+from tests.support.pico import SPLICED_FAMILIES, pico_family, pico_tokenizer
 
 QUICKSTART, MAMBA_SSM = "quickstart", "mamba-ssm"
 CASES = (QUICKSTART, *SPLICED_FAMILIES, MAMBA_SSM)

@@ -25,6 +25,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     NOTEBOOK: "notebook.md",
+    **{path: path for path in sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "paper").rglob("*.md"))},
 }
 LOCAL = re.compile(r'href="([^":#?]+)"')
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")

@@ -140,8 +140,9 @@ def _run(
 
     if dry:
         from surgery.run.dry_run import dry_run
+        from surgery.run.stages import choose_stages
 
-        pipeline.choose_stages(loaded, first, last)
+        choose_stages(loaded, first, last)
         print_plan(dry_run(loaded, folder, path, overwrite))
         return
     bars = Bars()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from surgery.errors import PlanError, reading
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, core_schema
+
+from surgery.errors import PlanError
 
 Role = Literal["gather", "aggregate", "both", "neither", "unmeasured"]
 Reads = Literal["segment_end", "answer_token"]
@@ -34,8 +35,8 @@ _HEAD_NAME = re.compile(r"L(\d+)([HA])(\d+)")
 def better_read(gains: Mapping[str, float]) -> Reads | None:
     """Choose the position that a spliced head reads, by the gains in margin from oracle reads there.
 
-    Where both lose margin, the smaller loss says nothing: on a base of docs/HEAD_CHOICE.md the head reached .73 trained
-    on the segment's end, and .85 on the answer token.
+    Where both lose margin, the smaller loss says nothing: on a base of paper/HEAD_CHOICE.md the head reached .73
+    trained on the segment's end, and .85 on the answer token.
 
     Returns:
         The segment's end if it gains margin, and more than the answer token. Otherwise the answer token. None if
@@ -75,6 +76,10 @@ class HeadId:
             raise PlanError("head", repr(name), "Use L<layer>H<head>, both counted from 0, for example L1H2.")
         return cls(int(match[1]), int(match[3]), "A" if match[2] == "A" else "H")
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(cls.parse, core_schema.str_schema(strict=True))
+
 
 @dataclass(frozen=True)
 class MixerSpec:
@@ -91,6 +96,8 @@ class MixerSpec:
         conv_kernel: width of the short convolution; 0 without one.
         letter: as in `HeadId`.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     layer: int
     path: str
@@ -145,6 +152,8 @@ def geometry_hash(family: str, mixers: tuple[MixerSpec, ...], hidden_size: int, 
 @dataclass(frozen=True)
 class Interval:
     """An estimate with its interval: `value` in [`low`, `high`], from `n` observations."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     value: float
     low: float
@@ -290,7 +299,8 @@ class Plan:
     grafts: tuple[Graft, ...]
     seed: int
     teacher: str = ""
-    section: Any = field(default=None, compare=False, repr=False)
+    # What a file holds under this name is not read.
+    section: Annotated[Any, AfterValidator(lambda read: None)] = field(default=None, compare=False, repr=False)
 
     @property
     def heads(self) -> tuple[HeadId, ...]:
@@ -305,7 +315,7 @@ def to_json(value: HeadSet | Plan) -> dict[str, Any]:
         if isinstance(x, HeadId):
             return str(x)
         if isinstance(x, (HeadSet, Plan, ScoredHead, ScoredGroup, Graft, MixerSpec, Interval)):
-            return {k: plain(getattr(x, k)) for k in x.__dataclass_fields__ if k not in _omitted(x)}
+            return {k: plain(getattr(x, k)) for k in (f.name for f in fields(x)) if k not in _omitted(x)}
         if isinstance(x, Mapping):
             return {k: plain(v) for k, v in x.items()}
         return [plain(v) for v in x] if isinstance(x, (tuple, list)) else x
@@ -321,87 +331,27 @@ def _omitted(value: Any) -> tuple[str, ...]:
     return (*always, "form", "before") if isinstance(value, Graft) and value.form == "head" else always
 
 
-def _intervals(data: Mapping[str, Any]) -> dict[str, Interval]:
-    return {k: Interval(**v) for k, v in data.items()}
-
-
-def _scored(data: Mapping[str, Any]) -> ScoredHead:
-    if data["role"] not in get_args(Role) or data["reads"] not in (None, *get_args(Reads)):
-        raise PlanError("heads.json", f"role {data['role']!r}, reads {data['reads']!r}", "Run `surgery locate` again.")
-    given = tuple(HeadId.parse(h) for h in data["given"])
-    return ScoredHead(HeadId.parse(data["head"]), data["role"], data["reads"], _intervals(data["scores"]), given)
-
-
 def head_set_from_json(data: Mapping[str, Any]) -> HeadSet:
     """Parse the JSON form. Raises PlanError where a field is missing or malformed."""
-    with reading("heads.json", None, "It is not a HeadSet. Write it with `surgery locate`.", PlanError):
-        heads = HeadSet(
-            model=data["model"],
-            revision=data["revision"],
-            geometry=data["geometry"],
-            heads=tuple(_scored(h) for h in data["heads"]),
-            chosen=tuple(_scored(h) for h in data["chosen"]),
-            method=data["method"],
-            seed=data["seed"],
-            clean=_intervals(data["clean"]),
-            groups=tuple(
-                ScoredGroup(g["kind"], tuple(HeadId.parse(h) for h in g["heads"]), _intervals(g["scores"]))
-                for g in data.get("groups", ())
-            ),
-        )
-        _check_types(heads, HeadSet)
-    return heads
+    head_set: HeadSet = _parsed(data, HeadSet, "heads.json", "It is not a HeadSet. Write it with `surgery locate`.")
+    return head_set
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
     """Parse the JSON form. Raises PlanError where a field is missing or malformed."""
-    with reading("plan.json", None, "It is not a Plan. Write it with `surgery plan`.", PlanError):
-        grafts = tuple(
-            Graft(
-                MixerSpec(**g["site"]),
-                tuple(g["heads"]),
-                g["mode"],
-                g["init"],
-                tuple(g["reads"]),
-                g.get("unit", "head"),
-                tuple(g.get("donors", ())),
-                g.get("form", "head"),
-                g.get("before"),
-            )
-            for g in data["grafts"]
-        )
-        plan = Plan(data["base"], data["geometry"], grafts, data["seed"], data.get("teacher", ""))
-        _check_types(plan, Plan)
+    plan: Plan = _parsed(data, Plan, "plan.json", "It is not a Plan. Write it with `surgery plan`.")
     return plan
 
 
-_hints = cache(get_type_hints)
+def _parsed(data: Mapping[str, Any], kind: type, file: str, hint: str) -> Any:
+    try:
+        return _adapter(kind).validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise PlanError(file, f"{place}: {fault['msg']}"[:200], hint) from error
 
 
-def _check_types(value: Any, kind: Any, name: str = "") -> None:
-    """Raise TypeError if a value, or one inside it, does not match the annotations."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and is_dataclass(kind):
-        fits = isinstance(value, kind)
-        for field_name, hint in _hints(kind).items() if fits else ():
-            _check_types(getattr(value, field_name), hint, field_name)
-    elif kind is Any:
-        fits = True
-    elif origin is tuple:
-        fits = isinstance(value, tuple)
-        for entry in value if fits else ():
-            _check_types(entry, parts[0], name)
-    elif origin is Mapping:
-        fits = isinstance(value, Mapping)
-        for entry in value.values() if fits else ():
-            _check_types(entry, parts[1], name)
-    elif origin is Literal:
-        fits = value in parts
-    elif origin in (Union, UnionType):
-        fits = value is None or (type(value) is parts[0] if parts[0] is int else value in get_args(parts[0]))
-    elif kind is float:
-        fits = type(value) in (float, int) and math.isfinite(value)
-    else:
-        fits = type(value) is kind
-    if not fits:
-        raise TypeError(f"{name} is {repr(value)[:80]}")
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

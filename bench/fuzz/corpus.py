@@ -71,9 +71,9 @@ def write(root: Path) -> None:
 def _write_models(root: Path) -> None:
     from surgery.models.lookup import family_of, geometry_of
     from surgery.splice.graft import splice_model
-    from surgery.testing.pico import SPLICED_FAMILIES, pico_base, pico_family, pico_tokenizer
     from surgery.types import Graft, Plan
     from tests.support import mamba_ssm_files
+    from tests.support.pico import SPLICED_FAMILIES, pico_base, pico_family, pico_tokenizer
 
     for name in SPLICED_FAMILIES:
         model = pico_family(name, vocab_size=1024)

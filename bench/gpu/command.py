@@ -6,7 +6,7 @@
     python bench/gpu --device cpu --toy         test the script itself, at sizes too small for timings
 
 Results lie in `runs/gpu`, and are copied to `$OUT` if it is set. Exit code 1: a comparison exceeds its tolerance, or an
-item failed. Exit code 2: this machine cannot run it. docs/BENCHMARKS.md explains how to run it.
+item failed. Exit code 2: this machine cannot run it. paper/BENCHMARKS.md explains how to run it.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def check_transformers() -> None:
         what = "is not installed" if have is None else f"{have} is too old"
         raise Unready(
             f"transformers {what}: the hybrids need {OLDEST} or newer. Install it, or put a wheel of it into "
-            "wheels/ (docs/BENCHMARKS.md has the command)."
+            "wheels/ (paper/BENCHMARKS.md has the command)."
         )
 
 

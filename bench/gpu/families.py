@@ -31,9 +31,9 @@ from bench.gpu.runner import Options
 from surgery.errors import ModelError
 from surgery.interventions.hooks import record
 from surgery.models.lookup import mixer_of, structure_of
-from surgery.testing.pico import SPLICED_FAMILIES
 from surgery.train.packing import packing_fault
 from surgery.types import Mode
+from tests.support.pico import SPLICED_FAMILIES
 
 BATCH, STEPS, PADS = 2, 4, 5
 MODES: tuple[Mode, ...] = ("add", "replace")

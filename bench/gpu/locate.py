@@ -17,7 +17,7 @@ from bench.gpu.runner import Options
 from bench.gpu.speed import SHAPES, SMALL, TOY
 from surgery.locate.locating import locate_heads
 from surgery.recipe import Locate
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 AT_QUERY = ("query", "patching", "sharpen")  # one decode step for each head and column
 # Shape, methods (None: the default ones), prompts, pairs in a prompt.

@@ -26,8 +26,8 @@ from bench.gpu.runner import Options
 from bench.gpu.speed import SMALL, TOY
 from surgery.data.generated import maker
 from surgery.recipe import Source, Train
-from surgery.testing.pico import pico_tokenizer
 from surgery.train.training import train_model
+from tests.support.pico import pico_tokenizer
 
 ROW = 1024  # tokens of a packed row
 WARM_UP, MEASURED = 5, 20  # steps

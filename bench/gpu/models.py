@@ -19,8 +19,8 @@ from surgery.hybrid.kernels import KERNELS
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.models.torch_scans import choose_by_device
 from surgery.splice.graft import splice_model
-from surgery.testing.pico import pico_family
 from surgery.types import Graft, MixerSpec, Mode, Plan
+from tests.support.pico import pico_family
 
 _BAMBA = {"hidden_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 256}
 _MAMBA1 = {"hidden_size": 256, "state_size": 16, "channels_per_head": 64, "time_step_rank": 16}

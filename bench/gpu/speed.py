@@ -71,7 +71,7 @@ class Shape:
         )
 
 
-SMALL = Shape(512, 12, 8192, state=64, chunk=128)  # mamba2-24m, of docs/BENCHMARKS.md
+SMALL = Shape(512, 12, 8192, state=64, chunk=128)  # mamba2-24m, of paper/BENCHMARKS.md
 SHAPES = {
     "mamba2-130m": Shape(768, 24),
     "mamba2-2.7b": Shape(2560, 64, train=(1, 2048), checkpointing=True),

@@ -41,10 +41,10 @@ from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Train
 from surgery.splice.graft import splice_model
-from surgery.testing.pico import pico_config, pico_tokenizer
 from surgery.train.packing import packing_fault
 from surgery.train.training import make_accelerator, train_model
 from surgery.types import Graft, Plan
+from tests.support.pico import pico_config, pico_tokenizer
 
 SHAPES, TOY = ("mamba2-130m",), ("toy",)
 TASKS = ("lora", "all", "checkpointing", "packing", "fsdp2", "ddp", "compile")

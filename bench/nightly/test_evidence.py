@@ -36,10 +36,10 @@ from surgery.files.atomic import read_json, write_json
 from surgery.hybrid.attention import SplicedAttention
 from surgery.models.loading import load_model
 from surgery.recipe import Base
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
 from surgery.train.optimizer import mark_trainable, spliced_parameters
 from surgery.types import HeadId
 from tests.integration.conftest import PICO_MAMBA2 as BASE
+from tests.support.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
 
 TOY = Budget(
     steps=3, warmup=1, rows=2, keep_rows=2, pairs=(4, 5), evaluate_pairs=(4, 32), examples=6, sentences=4,
@@ -297,11 +297,11 @@ def full(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_published_tables_are_those_of_the_published_results() -> None:
-    published = study.Experiment(ROOT / "docs" / "evidence")
+    published = study.Experiment(ROOT / "paper" / "evidence")
     results = study.collected(published)
     done = [result for seeds in results.arms.values() for result in seeds.values()]
     assert len(done) >= 149 and len(sites(results, SHIPPED, 32)) >= ENOUGH
-    assert tables_on(ROOT / "docs" / "EVIDENCE.md") == tables(results, study.settings_of(published.budget, done))
+    assert tables_on(ROOT / "paper" / "EVIDENCE.md") == tables(results, study.settings_of(published.budget, done))
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ class TestRun:
             assert right.count("1") / len(right) == result["summary"]["kv_retrieval"]["32"]["accuracy"]
 
     def test_the_report_holds_what_the_arms_say(self, finished: Path, tmp_path: Path) -> None:
-        page = tmp_path / "docs" / "EVIDENCE.md"
+        page = tmp_path / "paper" / "EVIDENCE.md"
         study.report(Small(finished, TOY, (0,)), page)
         comparison = tables_on(page)["shipped/comparison"]
         for path in sorted((finished / "arms").glob("*.json")):

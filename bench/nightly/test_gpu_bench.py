@@ -24,8 +24,8 @@ from bench.gpu import build, command, env, families, models, runner, sources, sp
 from bench.gpu.models import SIZES, base_of, hybrid_of, prompts, watch
 from bench.gpu.store import Store
 from bench.gpu.table import merged, shown
-from surgery.testing.pico import SPLICED_FAMILIES, pico_family_config
 from tests.support.kernels import with_kernels
+from tests.support.pico import SPLICED_FAMILIES, pico_family_config
 
 TOY = ["--device", "cpu", "--toy", "--repeats", "1"]
 ITEMS = "mamba2attn,sdpa | 8 | plain,flash_attention_2 | 8 | plain,toy | prefill 32,toy | decode 1,toy | lora,toy | ddp"

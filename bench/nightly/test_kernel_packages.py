@@ -16,8 +16,8 @@ import pytest
 
 from surgery.export import reload
 from surgery.export.transformers_folder import compare_with_model
-from surgery.testing.pico import pico_family, pico_tokenizer
 from tests.integration.conftest import RECIPE, ROOT, SMALL
+from tests.support.pico import pico_family, pico_tokenizer
 from tests.support.processes import Reloads, Server, library, stock
 
 STAND_INS = ROOT / "tests" / "support" / "kernel_packages"

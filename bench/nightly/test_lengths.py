@@ -12,7 +12,7 @@ from bench.studies.lengths import study
 from bench.studies.lengths.prompts import CONDITIONS, LongDictionary, prompt
 from surgery.probes.documents import rng_of
 from surgery.probes.registry import Options
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer, tokens
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer, tokens
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)

@@ -6,7 +6,7 @@ from bench.studies.mechanism.study import head_sets, removals, tables
 from surgery.locate.batches import PromptBatches
 from surgery.locate.locating import locate_heads
 from surgery.recipe import Locate, Splice
-from surgery.testing.planted import plant, planted_prompts, planted_tokenizer
+from tests.support.planted import plant, planted_prompts, planted_tokenizer
 
 SECTION = Locate.model_validate({"methods": ["query", "context"]})
 

@@ -11,8 +11,8 @@ from bench.studies.stability.study import Effects, agreement, halves, measure, p
 from surgery.locate import scores
 from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.clean_run import run_clean
-from surgery.testing.planted import answers, plant, planted_prompts, planted_tokenizer, scored_heads
 from surgery.types import HeadId
+from tests.support.planted import answers, plant, planted_prompts, planted_tokenizer, scored_heads
 
 SEEDS = 10
 

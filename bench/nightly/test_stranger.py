@@ -74,9 +74,9 @@ def test_a_failure_is_counted_and_tried_again(fails: str, lacks: str, rcs: list[
 
 
 def test_the_documented_table_is_that_of_the_committed_results() -> None:
-    found = json.loads((ROOT / "docs" / "evidence" / "stranger.json").read_text(encoding="utf-8"))["cases"]
+    found = json.loads((ROOT / "paper" / "evidence" / "stranger.json").read_text(encoding="utf-8"))["cases"]
     assert [case["name"] for case in found] == list(stranger.CASES) and all(map(stranger.succeeded, found))
-    assert stranger.table(found) in (ROOT / "docs" / "RELIABILITY.md").read_text(encoding="utf-8")
+    assert stranger.table(found) in (ROOT / "paper" / "RELIABILITY.md").read_text(encoding="utf-8")
 
 
 def test_the_base_in_mamba_ssm_s_format_is_the_shipped_one(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from bench.studies.transfer.arms import TRAINED, Experiment, arm_of, asked, coll
 from surgery.files.atomic import read_json
 from surgery.models.loading import load_model
 from surgery.recipe import Base, PretrainRecipe, load_recipe
-from surgery.testing.pico import pico_tokenizer
 from tests.integration.conftest import PICO_MAMBA2 as BASE
+from tests.support.pico import pico_tokenizer
 
 RECIPE = Path(__file__).parents[2] / "bench" / "studies" / "transfer" / "base.yaml"
 TOY = Budget(steps=2, warmup=1, rows=4, keep_rows=2, pairs=(8, 12), locate_pairs=16, locate_examples=32)

@@ -1,6 +1,6 @@
 """Run transformers' own common model tests on the plain class and the hybrid of every family.
 
-    python -m bench.upstream --families mamba2,bamba --out docs/upstream
+    python -m bench.upstream --families mamba2,bamba --out paper/upstream
 
 The tests come from the source distribution of the installed version, which pip downloads. It is unpacked, not built,
 into `.upstream/`. Exit code 1 if a test passes for a plain class and not for its hybrid.
@@ -200,7 +200,7 @@ def page(folder: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Download and run the tests, print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", help="comma-separated names of surgery/testing/pico.py; all if not set")
+    parser.add_argument("--families", help="comma-separated names of tests/support/pico.py; all if not set")
     parser.add_argument("--checkout", type=Path, help="a checkout of transformers, whose tests/ holds more than PyPI's")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one test")
     parser.add_argument("--out", type=Path, help="a folder for a JSON file and a page of all of them")
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
     import transformers
 
-    from surgery.testing.pico import SPLICED_FAMILIES
+    from tests.support.pico import SPLICED_FAMILIES
 
     folder = WORK / (f"{transformers.__version__}-checkout" if options.checkout else transformers.__version__)
     package = folder / "upstream_tests"

@@ -29,8 +29,8 @@ from surgery.hybrid import CLASSES
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
-from surgery.testing.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
 from surgery.types import Graft, Plan
+from tests.support.pico import HEADS, HIDDEN, PAD, SPLICED_FAMILIES, VOCAB, pico_family, pico_family_config, tokens
 
 SECONDS = int(os.environ.get("UPSTREAM_TIMEOUT", "120"))  # of one test
 # Layer settings of families whose pico model has fewer than three sites.

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.models.mamba2 import modeling_mamba2
 
 from surgery.models.torch_scans import chunk_scan, torch_scans
-from surgery.testing.pico import pico_hybrid, random_site, randomise, tokens
 from tests.support.kernels import convolution
+from tests.support.pico import pico_hybrid, random_site, randomise, tokens
 
 T, CHUNK = 40, 16
 INDEX = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor([17, 4, 19])).expand(2, -1)  # across chunks

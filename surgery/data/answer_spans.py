@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
 
 from surgery.probes.documents import Span
 
@@ -19,9 +18,7 @@ _WITHOUT_SPACES = (
     (0xFF66, 0xFF9F),  # Katakana, half width
     (0x20000, 0x3FFFF),  # Han, extensions
 )
-_SIGNS = ("-", "+", "\u2212")
-_FRACTION = re.compile(r"\.\d")
-_THOUSANDS = re.compile(r",\d{3}(?!\d)")
+_SEPARATED = {".": re.compile(r"\.\d"), ",": re.compile(r",\d{3}(?!\d)")}  # inside a number: 1.5 and 1,000
 
 
 def find_answer(prompt: str, answer: str) -> tuple[str, Span | None]:
@@ -35,31 +32,26 @@ def find_answer(prompt: str, answer: str) -> tuple[str, Span | None]:
         - `ambiguous` and None, if it occurs several times.
         - `missing` and None, if it does not occur.
     """
-    places = _places(prompt, answer.strip())
-    first, second = next(places, None), next(places, None)
-    if first is None:
-        return "missing", None
-    return ("found", first) if second is None else ("ambiguous", None)
-
-
-def _places(prompt: str, answer: str) -> Iterator[Span]:
-    """Yield the places of an answer that are not inside a longer number or word, in order."""
+    answer = answer.strip()
+    places: list[Span] = []
     start = prompt.find(answer) if answer else -1
-    while start >= 0:
+    while start >= 0 and len(places) < 2:
         end = start + len(answer)
         if not _begins_earlier(prompt, start) and not _goes_on(prompt, end):
-            yield start, end
+            places.append((start, end))
         start = prompt.find(answer, start + 1)
+    if not places:
+        return "missing", None
+    return ("found", places[0]) if len(places) == 1 else ("ambiguous", None)
 
 
 def _begins_earlier(prompt: str, start: int) -> bool:
     """Whether the character at `start` continues a number or word."""
     before, first = prompt[max(0, start - 2) : start], prompt[start]
     beyond, left = before[:-1], before[-1:]
-    if first.isdigit() and left in (".", ","):
-        separated = (_FRACTION if left == "." else _THOUSANDS).match(prompt, start - 1)
-        return beyond.isdigit() and separated is not None
-    if first.isdigit() and left in _SIGNS:
+    if first.isdigit() and left in _SEPARATED:
+        return beyond.isdigit() and _SEPARATED[left].match(prompt, start - 1) is not None
+    if first.isdigit() and left in ("-", "+", "\u2212"):
         return not _in_word(beyond)
     return _is_joined(left, first)
 
@@ -67,8 +59,8 @@ def _begins_earlier(prompt: str, start: int) -> bool:
 def _goes_on(prompt: str, end: int) -> bool:
     """Whether the number or word before `end` continues after it."""
     last, right = prompt[end - 1], prompt[end : end + 1]
-    if last.isdigit() and right in (".", ","):
-        return (_FRACTION if right == "." else _THOUSANDS).match(prompt, end) is not None
+    if last.isdigit() and right in _SEPARATED:
+        return _SEPARATED[right].match(prompt, end) is not None
     return _is_joined(last, right)
 
 
@@ -76,12 +68,8 @@ def _is_joined(left: str, right: str) -> bool:
     """Whether two neighbouring characters belong to the same word or number."""
     if right and unicodedata.category(right)[0] == "M":  # an accent on the letter before it
         return True
-    return _in_word(left) and _in_word(right) and not _has_no_spaces(left) and not _has_no_spaces(right)
+    return all(_in_word(c) and not any(a <= ord(c) <= b for a, b in _WITHOUT_SPACES) for c in (left, right))
 
 
 def _in_word(char: str) -> bool:
     return bool(char) and (char == "_" or unicodedata.category(char)[0] in "LNM")
-
-
-def _has_no_spaces(char: str) -> bool:
-    return any(first <= ord(char) <= last for first, last in _WITHOUT_SPACES)

@@ -14,27 +14,47 @@ from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question
 
 Ids = tuple[int, ...]
-_BEFORE = 2  # characters of the prompt to tokenize before a choice: some tokenizers start every text with a space
+
+
+def scored_by(question: Question, document: Document, answer: Ids, tokens: Callable[[str], Ids]) -> list[Ids]:
+    """Return the tokens that each choice is scored by. The gold choice has the tokens of the answer in the text.
+
+    Args:
+        answer: tokens of the answer.
+        tokens: function from a text to its token ids, without special tokens.
+
+    Raises:
+        ProbeError: two choices cannot be told apart, or a choice has no token of its own.
+    """
+    if not question.choices:
+        return []
+    # With the two characters before it: some tokenizers start every text with a space.
+    before = document.text[max(0, question.answer[0] - 2) : question.answer[0]]
+    choices = [choice_tokens(tokens, text, before) for text in question.choices]
+    choices[question.gold] = answer
+    ends: list[Ids] = [()] * len(choices)
+    if question.value and question.segment and len({choice[0] for choice in choices}) < len(choices):
+        end = document.text[question.value[1] : question.segment[1]]
+        for k, text in enumerate(question.choices):
+            shorter, longer = tokens(before + text), tokens(before + text + end)
+            if longer[: len(shorter)] == shorter:
+                ends[k] = longer[len(shorter) : len(shorter) + 1]
+    try:
+        return distinct_prefixes(choices, ends)
+    except ProbeError as error:
+        raise ProbeError(f"{document.task} choices", list(question.choices)[:8], error.hint) from None
 
 
 def choice_tokens(tokens: Callable[[str], Ids], text: str, before: str = "") -> Ids:
-    """Tokenize a choice as it follows a prompt.
-
-    Args:
-        tokens: function from a text to its token ids, without special tokens.
-        text: the choice.
-        before: last characters of the prompt.
+    """Tokenize a choice as it follows the last characters of a prompt, `before`.
 
     Raises:
         ProbeError: the choice has no token, or a token spans the end of the prompt and the start of the choice.
     """
     prompt, whole = tokens(before), tokens(before + text)
     if whole[: len(prompt)] != prompt:
-        hint = (
-            f"One token covers the end of the prompt ({before!r}) and the start of the choice. Move the space between "
-            "them."
-        )
-        raise ProbeError("choice", repr(text), hint)
+        hint = f"One token covers the end of the prompt ({before!r}) and the start of the choice. Move the space "
+        raise ProbeError("choice", repr(text), hint + "between them.")
     if len(whole) == len(prompt):
         raise ProbeError("choice", repr(text), "It has no token. Use another text.")
     return whole[len(prompt) :]
@@ -57,28 +77,5 @@ def distinct_prefixes(choices: Sequence[Ids], ends: Sequence[Ids]) -> list[Ids]:
         cut = [choice[:depth] for choice in whole]
         if not any(longer[: len(shorter)] == shorter for shorter, longer in pairwise(sorted(cut))):
             return cut
-    raise ProbeError(
-        "choices",
-        f"{len(choices)} choices",
-        "Two have the same tokens, or one is a prefix of another and no token follows it. Use other texts.",
-    )
-
-
-def scored_by(question: Question, document: Document, answer: Ids, tokens: Callable[[str], Ids]) -> list[Ids]:
-    """Return the tokens that each choice is scored by. The gold choice has the tokens of the answer in the text."""
-    if not question.choices:
-        return []
-    before = document.text[max(0, question.answer[0] - _BEFORE) : question.answer[0]]
-    choices = [choice_tokens(tokens, text, before) for text in question.choices]
-    choices[question.gold] = answer
-    ends: list[Ids] = [()] * len(choices)
-    if question.value and question.segment and len({choice[0] for choice in choices}) < len(choices):
-        end = document.text[question.value[1] : question.segment[1]]
-        for k, text in enumerate(question.choices):
-            shorter, longer = tokens(before + text), tokens(before + text + end)
-            if longer[: len(shorter)] == shorter:
-                ends[k] = longer[len(shorter) : len(shorter) + 1]
-    try:
-        return distinct_prefixes(choices, ends)
-    except ProbeError as error:
-        raise ProbeError(f"{document.task} choices", list(question.choices)[:8], error.hint) from None
+    hint = "Two have the same tokens, or one is a prefix of another and no token follows it. Use other texts."
+    raise ProbeError("choices", f"{len(choices)} choices", hint)

@@ -6,22 +6,21 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from surgery.errors import DataError
 from surgery.recipe import Columns
 
 _LOG = logging.getLogger(__name__)
+_REPEATED: set[str] = set()  # files whose repeated keys were noted: rows are parsed again in every epoch
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row: a line of JSON, or a mapping.
+class Row(NamedTuple):
+    """One row.
 
     Attributes:
         where: file and line, or data set and row, for messages.
-        raw: bytes of JSON, or columns with values.
+        raw: a line of JSON, or columns with values.
     """
 
     where: str
@@ -32,18 +31,10 @@ class Row:
         if not isinstance(self.raw, bytes):
             return self.raw
         if b"\0" in self.raw:
-            raise DataError(
-                self.where, "NUL bytes", "The file is damaged, or not UTF-8. Save it in UTF-8 without them."
-            )
-
-        def columns_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            found = dict(pairs)
-            if len(found) < len(pairs):
-                _note_repeated(self.where, Counter(key for key, _ in pairs).most_common(1)[0][0])
-            return found
-
+            hint = "The file is damaged, or not UTF-8. Save it in UTF-8 without them."
+            raise DataError(self.where, "NUL bytes", hint)
         try:
-            columns = json.loads(self.raw, object_pairs_hook=columns_of)
+            columns = json.loads(self.raw, object_pairs_hook=self._columns)
         except (ValueError, RecursionError) as error:
             raise not_json(self.where, error, "Write one JSON object per line.") from None
         if not isinstance(columns, dict):
@@ -51,16 +42,14 @@ class Row:
             raise DataError(self.where, f"a JSON {type(columns).__name__}, not an object", hint)
         return columns
 
-
-_REPEATED: set[str] = set()  # files whose repeated keys were noted
-
-
-def _note_repeated(where: str, key: str) -> None:
-    """Note the first row of a file that has a key twice. Rows are parsed again in every epoch."""
-    file = where.rpartition(":")[0]
-    if file not in _REPEATED:
-        _LOG.warning("%s: the key %r is there twice, and the last value counts. Keep one.", where, key)
-    _REPEATED.add(file)
+    def _columns(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Make an object. Notes the first key of a file that is there twice."""
+        columns, file = dict(pairs), self.where.rpartition(":")[0]
+        if len(columns) < len(pairs) and file not in _REPEATED:
+            _REPEATED.add(file)
+            ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+            _LOG.warning("%s: the key %r is there twice, and the last value counts. Keep one.", self.where, key)
+        return columns
 
 
 def not_json(where: str, error: Exception, hint: str) -> DataError:
@@ -71,15 +60,7 @@ def not_json(where: str, error: Exception, hint: str) -> DataError:
 
 
 def column_names(columns: Columns, available: Sequence[str], where: str) -> list[str]:
-    """List the columns to read.
-
-    Args:
-        available: columns of the file or data set.
-        where: its name, for the error message.
-
-    Raises:
-        DataError: a column is missing.
-    """
+    """List the columns to read of the file or data set `where`. Raise DataError if one of them is not available."""
     if columns.text is not None:
         wanted = {"text": columns.text}
     elif columns.messages is not None:
@@ -95,27 +76,31 @@ def column_names(columns: Columns, available: Sequence[str], where: str) -> list
     return list(wanted.values())
 
 
-def wrapped_rows(value: Any, columns: Columns, place: str = "") -> str:
-    """Find the list of rows inside a JSON object without any column of a row. Returns its place, such as `["data"]`."""
-    if place.count("[") > 3:
-        return ""
-    if isinstance(value, list):
-        row = value[0] if value and isinstance(value[0], dict) else {}
-        return place if row and not {"role", "from"} & row.keys() else ""  # not one chat
-    if not isinstance(value, dict) or {columns.text, columns.messages, columns.prompt, columns.answer} & value.keys():
-        return ""
-    places = (wrapped_rows(inner, columns, f"{place}[{json.dumps(key)}]") for key, inner in value.items())
-    return next(filter(None, places), "")
+def wrapped_rows(value: Any, columns: Columns) -> str:
+    """Find the longest list of rows inside a JSON object that has no column of a row.
+
+    Returns:
+        Its place, such as `["data"]`; empty if there is none in the first three levels.
+    """
+    of_a_row = {columns.text, columns.messages, columns.prompt, columns.answer}
+    longest, place = 0, ""
+    waiting: list[tuple[Any, tuple[str, ...]]] = [(value, ())]
+    while waiting:
+        inner, keys = waiting.pop(0)
+        if isinstance(inner, dict) and len(keys) < 3 and not of_a_row & inner.keys():
+            waiting += [(deeper, (*keys, key)) for key, deeper in inner.items()]
+        is_list = isinstance(inner, list) and len(inner) > longest and isinstance(inner[0], dict)
+        if is_list and not {"role", "from"} & inner[0].keys():  # those of the messages of one chat
+            longest, place = len(inner), "".join(f"[{json.dumps(key)}]" for key in keys)
+    return place
 
 
 def names_of_columns(available: Iterable[Any], key: str) -> str:
     """List the columns of a row or a data set, and say how to name the one that `data.columns.KEY` needs."""
     names = [str(name) for name in available]
-    texts = (
-        [str(name) for name, text in available.items() if isinstance(text, str)]
-        if isinstance(available, Mapping)
-        else names
-    )
+    texts = names
+    if isinstance(available, Mapping):
+        texts = [str(name) for name, text in available.items() if isinstance(text, str)]
     sections, setting = ["train.sources.0.data", "locate.data"], f"columns.{key}=NAME"
     if key == "prompt" and "messages" in names:
         setting = "columns.messages=messages"

@@ -32,7 +32,7 @@ from surgery.errors import DataError, short_repr
 from surgery.probes.documents import Document, Question, Span
 from surgery.recipe import Data
 
-_LONGEST = 2**23  # characters of a row
+_LONGEST = 2**23  # characters of a row: a tokenizer that runs out of memory ends the process
 _TOKENIZE_TOGETHER = 64  # rows to tokenize at once
 
 
@@ -71,11 +71,9 @@ class Reader:
         self.end = _end(self.tokenizer) if self.data.end else ""
         messages = self.data.columns.messages
         if (self.data.chat_template or messages is not None) and not self.tokenizer.chat_template:
-            field, value = ("data.chat_template", True) if messages is None else ("data.columns.messages", messages)
-            hint = (
-                "This tokenizer has no chat template. Use prompt and answer, or set base.tokenizer to a copy with one."
-            )
-            raise DataError(field, value, hint)
+            name, value = ("data.chat_template", True) if messages is None else ("data.columns.messages", messages)
+            hint = "This tokenizer has no chat template. Use prompt and answer, or set base.tokenizer to a copy with "
+            raise DataError(name, value, hint + "one.")
 
     def document(self, row: Row) -> Document:
         """Turn a row into a document, without tokenizing it.
@@ -84,6 +82,52 @@ class Reader:
             DataError: a column is missing or has the wrong type, a text is empty, or the span is wrong.
         """
         return self._parsed(row)[0]
+
+    def read(self, rows: Iterable[Row]) -> Iterator[Piece]:
+        """Yield the documents of all rows, in order.
+
+        Raises:
+            DataError: a row is unusable and `on_bad_row` is `error`. Otherwise it is counted in `skipped`.
+        """
+        numbered = enumerate(rows)
+        while chunk := list(islice(numbered, _TOKENIZE_TOGETHER)):
+            parsed = []
+            for number, row in chunk:
+                try:
+                    document, origin, content = self._parsed(row)
+                except DataError as error:
+                    self._skip(error)
+                    continue
+                if is_held_out(content, self.data.holdout) == self.held_out:
+                    parsed.append((number, row, document, origin))
+            encoded = tokenized(self.tokenizer, [document.text for _, _, document, _ in parsed]) if parsed else []
+            for (number, row, document, origin), tokens in zip(parsed, encoded, strict=True):
+                try:
+                    pieces = self._fit(row, document, tokens)
+                except DataError as error:
+                    self._skip(error)
+                    continue
+                self.spans.update([origin] if origin else ())
+                for span, length in pieces:
+                    yield Piece(part(document, span), number, span, length)
+
+    def empty_error(self) -> DataError:
+        """The error for data without a usable row."""
+        path, share = self.data.path, self.data.holdout
+        if self.first_error is not None:
+            value = f"none of its {self.skipped} rows can be used"
+            return DataError(path, value, f"Error of the first: {self.first_error}")
+        if share and next(rows_in_order(self.data), None) is not None:
+            side = "held out" if self.held_out else "left for training"
+            return DataError(path, f"no row is {side}", f"`holdout` is {share:g}. Add rows, or set another share.")
+        return DataError(path, "no rows", "Add at least one.")
+
+    def _skip(self, error: DataError) -> None:
+        """Count an unusable row, or raise its error."""
+        if self.data.on_bad_row == "error":
+            raise error
+        self.first_error = self.first_error or error
+        self.skipped += 1
 
     def _parsed(self, row: Row) -> tuple[Document, str, str]:
         """Turn a row into a document.
@@ -94,29 +138,31 @@ class Reader:
         """
         fields, columns = row.fields(), self.data.columns
         if columns.text is not None:
-            text = self._whole(row, _string(row, fields, columns.text, "text"))
+            text = self._whole(row, self._text(row, fields, "text"))
             return Document(self.task, text), "", text
-        content = None
         if columns.messages is not None or self.data.chat_template:
             messages = self._messages(row, fields)
             request, answer = messages[-2]["content"], messages[-1]["content"]
-            prompt = self._chat_prompt(row, messages[:-1])
             content = request if len(messages) == 2 else json.dumps(messages[:-1], ensure_ascii=False)
+            try:
+                prompt = str(
+                    self.tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+                )
+            except (TemplateError, ValueError, TypeError, KeyError) as error:
+                hint = "Use the roles, and their order, that the template expects."
+                raise DataError(row.where, f"the chat template refuses it: {error}", hint) from None
         else:
-            request = prompt = _string(row, fields, columns.prompt, "prompt")
-            answer = _string(row, fields, columns.answer, "answer")
+            content = request = prompt = self._text(row, fields, "prompt")
+            answer = self._text(row, fields, "answer")
         answer = answer.removesuffix(self.end)
         if not answer.strip():
             raise DataError(row.where, "the answer is empty", "Add one, or remove the row.")
         if not prompt:
-            raise DataError(
-                row.where,
-                "the prompt is empty",
-                "An answer needs a token before it. Add a prompt, or set `data.columns.text`.",
-            )
+            hint = "An answer needs a token before it. Add a prompt, or set `data.columns.text`."
+            raise DataError(row.where, "the prompt is empty", hint)
         text = self._whole(row, prompt + answer)
-        segment = value = None
-        origin, span = "", fields.get(columns.span_column) if columns.span_column is not None else None
+        origin, value, segment = "", None, None
+        span = fields.get(columns.span_column) if columns.span_column is not None else None
         if columns.finds_spans and span is None:
             origin, value = find_answer(prompt, answer)
         elif columns.span_column is not None:
@@ -132,65 +178,31 @@ class Reader:
                 end = value[1]
             segment = prompt.rfind("\n", 0, value[0]) + 1, end
         question = Question((len(prompt), len(text)), (), -1, segment, value)
-        return Document(self.task, text, (question,)), origin, prompt if content is None else content
+        return Document(self.task, text, (question,)), origin, content
 
-    def read(self, rows: Iterable[Row]) -> Iterator[Piece]:
-        """Yield the documents of all rows, in order.
+    def _field(self, row: Row, fields: Mapping[str, Any], key: str) -> Any:
+        """Value of the column that `data.columns.KEY` names."""
+        name = getattr(self.data.columns, key)
+        if name not in fields:
+            raise DataError(row.where, f"`{name}` is missing", f"The row has {names_of_columns(fields, key)}")
+        if fields[name] is None:
+            raise DataError(row.where, f"`{name}` is null", "Write a value, or remove the row.")
+        return fields[name]
 
-        Raises:
-            DataError: a row is unusable and `on_bad_row` is `error`. Otherwise it is counted in `skipped`.
-        """
-        numbered = enumerate(rows)
-        while chunk := list(islice(numbered, _TOKENIZE_TOGETHER)):
-            documents = []
-            for number, row in chunk:
-                try:
-                    document, origin, content = self._parsed(row)
-                except DataError as error:
-                    self._skip(error)
-                    continue
-                if is_held_out(content, self.data.holdout) == self.held_out:
-                    documents.append((number, row, document, origin))
-            if not documents:
-                continue
-            rows_of_tokens = tokenized(self.tokenizer, [document.text for _, _, document, _ in documents])
-            for (number, row, document, origin), tokens in zip(documents, rows_of_tokens, strict=True):
-                try:
-                    pieces = self._fit(row, document, tokens)
-                except DataError as error:
-                    self._skip(error)
-                    continue
-                self.spans.update([origin] if origin else ())
-                for span, length in pieces:
-                    yield Piece(part(document, span), number, span, length)
-
-    def empty_error(self) -> DataError:
-        """The error for data without a usable row."""
-        if self.first_error is None and self.data.holdout and next(rows_in_order(self.data), None) is not None:
-            left = "held out" if self.held_out else "left for training"
-            hint = f"`holdout` is {self.data.holdout:g}. Add rows, or set another share."
-            return DataError(self.data.path, f"no row is {left}", hint)
-        if self.first_error is None:
-            return DataError(self.data.path, "no rows", "Add at least one.")
-        return DataError(
-            self.data.path, f"none of its {self.skipped} rows can be used", f"Error of the first: {self.first_error}"
-        )
-
-    def _skip(self, error: DataError) -> None:
-        """Count an unusable row, or raise its error."""
-        if self.data.on_bad_row == "error":
-            raise error
-        self.first_error = self.first_error or error
-        self.skipped += 1
+    def _text(self, row: Row, fields: Mapping[str, Any], key: str) -> str:
+        value = self._field(row, fields, key)
+        if not isinstance(value, str):
+            name, hint = getattr(self.data.columns, key), f"It has type {type(value).__name__}. Use text, in quotes."
+            raise DataError(row.where, f"`{name}`: {short_repr(value)}", hint)
+        return value
 
     def _whole(self, row: Row, text: str) -> str:
         """End a text with the end token. Raise DataError if the text is empty or cannot be encoded."""
         if not text.strip():
             raise DataError(row.where, "the text is empty", "Remove the row.")
-        if len(text) > _LONGEST:  # a tokenizer that runs out of memory ends the process
-            raise DataError(
-                row.where, f"a text of {len(text):,} characters", f"Cut it into rows of at most {_LONGEST:,}."
-            )
+        if len(text) > _LONGEST:
+            hint = f"Cut it into rows of at most {_LONGEST:,}."
+            raise DataError(row.where, f"a text of {len(text):,} characters", hint)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -199,17 +211,14 @@ class Reader:
 
     def _messages(self, row: Row, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Read a chat: two messages or more, the last one of the assistant."""
-        columns = self.data.columns
-        if columns.messages is None:
-            prompt, answer = (
-                _string(row, fields, columns.prompt, "prompt"),
-                _string(row, fields, columns.answer, "answer"),
-            )
+        name = self.data.columns.messages
+        if name is None:
+            prompt, answer = self._text(row, fields, "prompt"), self._text(row, fields, "answer")
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        value = _field(row, fields, columns.messages, "messages")
+        value = self._field(row, fields, "messages")
         hint = "Use a list of {role, content}, both text, whose last message has the role assistant."
         if not isinstance(value, list) or len(value) < 2 or not all(isinstance(m, dict) for m in value):
-            raise DataError(row.where, f"`{columns.messages}`: {short_repr(value)}", hint)
+            raise DataError(row.where, f"`{name}`: {short_repr(value)}", hint)
         messages = [{k: v for k, v in m.items() if v is not None} for m in value]  # Arrow adds None for missing keys
         for m in messages:
             if not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
@@ -217,13 +226,6 @@ class Reader:
         if messages[-1]["role"] != "assistant":
             raise DataError(row.where, f"the last message has the role {messages[-1]['role']!r}", hint)
         return messages
-
-    def _chat_prompt(self, row: Row, messages: list[dict[str, Any]]) -> str:
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            hint = "Use the roles, and their order, that the template expects."
-            raise DataError(row.where, f"the chat template refuses it: {error}", hint) from None
 
     def _fit(self, row: Row, document: Document, tokens: Tokens) -> list[tuple[Span, int]]:
         """Return characters and tokens of each piece. Only a long plain text has more than one."""
@@ -280,11 +282,12 @@ def _check_tokens(where: str, document: Document, tokens: Tokens, vocab_size: in
         for char in (question.answer[0], question.answer[1] - 1, *(question.value or ()), *(question.segment or ())):
             char = min(char, len(document.text) - 1)
             if not tokens.covering(char):
-                hint = "This tokenizer drops text. Use another one."
-                raise DataError(where, f"no token covers character {char}", hint)
+                raise DataError(
+                    where, f"no token covers character {char}", "This tokenizer drops text. Use another one."
+                )
             first = tokens.covering(char)[0]
             if char == question.answer[0] and tokens.starts[first] < char:
-                token = document.text[slice(*tokens.span(first))]
+                token = document.text[tokens.starts[first] : tokens.ends[first]]
                 hint = "Move the space between them, or end the prompt with a newline."
                 problem = f"the token {token!r} spans the end of the prompt and the start of the answer"
                 raise DataError(where, problem, hint)
@@ -302,23 +305,6 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> str:
     return end
 
 
-def _field(row: Row, fields: Mapping[str, Any], name: str, key: str) -> Any:
-    """Value of a column; `key` of `data.columns` names it."""
-    if name not in fields:
-        raise DataError(row.where, f"`{name}` is missing", f"The row has {names_of_columns(fields, key)}")
-    if fields[name] is None:
-        raise DataError(row.where, f"`{name}` is null", "Write a value, or remove the row.")
-    return fields[name]
-
-
-def _string(row: Row, fields: Mapping[str, Any], name: str, key: str) -> str:
-    value = _field(row, fields, name, key)
-    if not isinstance(value, str):
-        hint = f"It has type {type(value).__name__}. Use text, in quotes."
-        raise DataError(row.where, f"`{name}`: {short_repr(value)}", hint)
-    return value
-
-
 def _value(row: Row, span: Any, request: str, prompt: str, answer: str) -> Span:
     """Find the characters of the answer in the prompt, from the span in a row.
 
@@ -329,23 +315,22 @@ def _value(row: Row, span: Any, request: str, prompt: str, answer: str) -> Span:
         span: [start, end) in `request`, from the row.
         request: the prompt, or the message of a chat that `prompt` contains.
     """
-    where = row.where
     if not (isinstance(span, (list, tuple)) and len(span) == 2 and all(type(n) is int for n in span)):
         auto = ", or set `data.columns.answer_span: auto`" if span is None else ""
-        raise DataError(where, f"the span is {short_repr(span)}", f"Use [start, end), two integers{auto}.")
+        raise DataError(row.where, f"the span is {short_repr(span)}", f"Use [start, end), two integers{auto}.")
     start, end = span
     if not 0 <= start < end <= len(request):
         hint = f"It must be inside the prompt of {len(request)} characters, and not empty."
-        raise DataError(where, f"the span is [{start}, {end})", hint)
+        raise DataError(row.where, f"the span is [{start}, {end})", hint)
     text, expected = request[start:end], answer.strip()
     if text.strip() != expected:
         at = request.find(expected)
         place = f"has the answer at [{at}, {at + len(expected)})" if at >= 0 else "does not contain the answer"
         value = f"the span [{start}, {end}) is {short_repr(text)}, but the answer is {short_repr(answer)}"
-        raise DataError(where, value, f"The prompt {place}. Correct the span, or remove the row.")
+        raise DataError(row.where, value, f"The prompt {place}. Correct the span, or remove the row.")
     start += len(text) - len(text.lstrip())
     lead = len(request) - len(request.lstrip())
     shift = prompt.rfind(request.strip()) - lead  # templates strip messages, and put them last
     if prompt[start + shift : end + shift] != request[start:end] or shift < -lead:
-        raise DataError(where, "the chat template changes the prompt", "Remove the span: it cannot be found again.")
+        raise DataError(row.where, "the chat template changes the prompt", "Remove the span: it cannot be found again.")
     return start + shift, end + shift

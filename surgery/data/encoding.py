@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.data.positions import EncodedDocument, Positions, encode_each
+from surgery.data.positions import Positions, encode_each
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document
 
@@ -143,49 +143,34 @@ def encode(
         choices: also tokenize the choices. Without them, which is faster, questions are as if they had none.
 
     Returns:
-        A batch on the CPU.
+        A batch on the CPU, one document a row.
 
     Raises:
         ProbeError: `until_answer` is set and a document has no question, two choices have the same tokens, or a token
             spans the end of the prompt and the start of the answer.
     """
-    pad = int(tokenizer.pad_token_id or 0)
-    return stack(encode_each(documents, tokenizer, choices), pad, padding_side, until_answer)
-
-
-def stack(
-    documents: Sequence[EncodedDocument], pad: int, padding_side: Side = "right", until_answer: bool = False
-) -> EncodedBatch:
-    """Put encoded documents into a batch, one a row.
-
-    Args:
-        pad: id of the padding token.
-        padding_side, until_answer: as in `encode`.
-
-    Raises:
-        ProbeError: `until_answer` is set and a document has no question.
-    """
-    for document in documents:
+    encoded = encode_each(documents, tokenizer, choices)
+    for document in encoded:
         if until_answer and not document.questions:
             hint = "It has a document without a question, which cannot be scored."
             raise ProbeError("documents", document.task, hint)
-    lengths = [d.questions[-1].query + 1 if until_answer else len(d.ids) for d in documents]
-    B, T = len(documents), max(lengths)
+    lengths = [d.questions[-1].query + 1 if until_answer else len(d.ids) for d in encoded]
+    B, T = len(encoded), max(lengths)
     shifts = [T - length if padding_side == "left" else 0 for length in lengths]
     mask_BT, answers_BT = np.zeros((B, T), np.int64), np.zeros((B, T), np.bool_)
-    for row, (document, shift, length) in enumerate(zip(documents, shifts, lengths, strict=True)):
+    for row, (document, shift, length) in enumerate(zip(encoded, shifts, lengths, strict=True)):
         mask_BT[row, shift : shift + length] = 1
         for question in document.questions:
             first, last = question.answer
             answers_BT[row, shift + first : min(shift + last + 1, shift + length)] = True
-    ids_BT = np.full((B, T), pad)
-    ids = chain.from_iterable(d.ids[:length] for d, length in zip(documents, lengths, strict=True))
+    ids_BT = np.full((B, T), int(tokenizer.pad_token_id or 0))
+    ids = chain.from_iterable(d.ids[:length] for d, length in zip(encoded, lengths, strict=True))
     ids_BT[mask_BT.astype(np.bool_)] = np.fromiter(ids, np.int64, sum(lengths))
-    questions = _columns(_QUESTION, [[q[: len(_QUESTION)] for q in d.questions] for d in documents], shifts)
-    reads = [[r for q in d.questions for r in q.reads if r[0] < end] for d, end in zip(documents, lengths, strict=True)]
+    questions = _columns(_QUESTION, [[q[: len(_QUESTION)] for q in d.questions] for d in encoded], shifts)
+    reads = [[r for q in d.questions for r in q.reads if r[0] < end] for d, end in zip(encoded, lengths, strict=True)]
     arrays = {"input_ids": ids_BT, "attention_mask": mask_BT, "answers": answers_BT}
     arrays |= questions | _columns(_READ, reads, shifts)
-    choices_BQKC = torch.from_numpy(_choices([d.questions for d in documents]))
+    choices_BQKC = torch.from_numpy(_choices([d.questions for d in encoded]))
     return EncodedBatch(
         **{name: torch.from_numpy(array) for name, array in arrays.items()},
         choice_ids=choices_BQKC[..., 0],

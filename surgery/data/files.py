@@ -1,7 +1,7 @@
 """Read rows from files, folders and the Hub. Each row knows its file and line for error messages.
 
 No text stays in memory: JSONL files are indexed by line and parsed on access, and Parquet files and Hub data sets are
-Arrow tables on disk (`datasets`). Lines and rows are counted from 1.
+Arrow tables on disk (`datasets`). Only a .json list is held as bytes. Lines and rows are counted from 1.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import codecs
 import glob
 import json
+import os
 import re
 import shlex
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +30,6 @@ from surgery.recipe.sources import DATA_FORMATS
 _SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
 _TOKEN = re.compile(r"hf_\w+")
 _DAMAGED = "The file has a Parquet header, but its rows cannot be read. Write it again."
-_HEAD = 4096  # bytes in which a file's first character is looked for
 _LINE, _WHOLE = 2**26, 2**30  # largest line, and largest file that is parsed at once, in bytes
 _BATCH = 256  # rows of a streamed Parquet file to hold in memory
 
@@ -44,24 +45,27 @@ class Rows(Protocol):
 
 
 class JsonLines:
-    """A JSONL file, indexed by line. Raises DataError if the file changes while it is in use."""
+    """A JSONL file, indexed by line at the first access. Raises DataError if the file changes while it is in use."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._stamp = path, _stamp(path)
+
+    @cached_property
+    def _places_N3(self) -> np.ndarray:
+        """Number, byte offset and bytes of each line that is not blank."""
         places = array("q")
-        for line, start, text in _lines(path):
+        for line, start, text in _lines(self.path):
             places.extend((line, start, len(text)))
-        self._places_N3 = np.array(places, dtype=np.int64).reshape(-1, 3)
+        return np.array(places, dtype=np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self._places_N3)
 
     def __getitem__(self, i: int) -> Row:
-        if _stamp(self.path) != self._stamp:
-            raise DataError(
-                str(self.path), "the file changed while it was in use", "Start again with a copy that does not change."
-            )
         line, start, length = self._places_N3[i].tolist()
+        if _stamp(self.path) != self._stamp:
+            hint = "Start again with a copy that does not change."
+            raise DataError(str(self.path), "the file changed while it was in use", hint)
         with open(self.path, "rb") as file:
             file.seek(start)
             return Row(f"{self.path}:{line}", file.read(length))
@@ -150,8 +154,10 @@ def rows_in_order(data: Data) -> Iterator[Row]:
 def local_files(data: Data) -> list[Path]:
     """List the files of `data.path`, sorted by name; none for a Hub id.
 
+    Files and folders whose names begin with a dot, such as `.ipynb_checkpoints`, are left out of a folder.
+
     Raises:
-        DataError: there is no file, or a folder has several formats or lacks the split.
+        DataError: there is no file, a folder has several formats or lacks the split, or an entry is no file.
     """
     if data.is_on_hub:
         return []
@@ -163,10 +169,14 @@ def local_files(data: Data) -> list[Path]:
         hint = "It is a local path. Remove `name` and `revision`, which apply to Hub data sets."
         raise DataError("data.path", data.path, hint)
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-    files = [f for f in inside if f.suffix.lower() in DATA_FORMATS and not f.is_dir() and not _is_hidden(f, path)]
+    shown = [f for f in inside if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+    files = [f for f in shown if f.suffix.lower() in DATA_FORMATS and not f.is_dir()]
     for file in files:
+        if file.is_symlink() and not file.exists():
+            hint = f"It is a link to {os.readlink(file)}, which does not exist. Restore that file, or remove the link."
+            raise DataError("data.path", file, hint)
         if not file.is_file():
-            raise DataError("data.path", file, "It is no regular file, but a pipe, a device or a dangling link.")
+            raise DataError("data.path", file, "It is no regular file, but a pipe or a device. Remove it.")
     if not files:
         hint = f"It has no {', '.join(DATA_FORMATS)} file. Set another path."
         if path.is_file() and path.suffix.lower() not in DATA_FORMATS:
@@ -180,11 +190,6 @@ def local_files(data: Data) -> list[Path]:
     return _of_split(files, path, data.split)
 
 
-def _is_hidden(file: Path, folder: Path) -> bool:
-    """Whether the name of a file in a folder, or of a folder between, begins with a dot, as `.ipynb_checkpoints`."""
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
-
-
 def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
     """Select the files whose names contain the split; all files if no name contains any split."""
     words = [set(re.split(r"[^a-z0-9]+", str(f.relative_to(root)).lower())) for f in files] if root.is_dir() else []
@@ -193,15 +198,14 @@ def _of_split(files: list[Path], root: Path, split: str) -> list[Path]:
         if split != "train":
             raise DataError("data.split", split, f"No file name at {root} contains it. Remove `split`.")
         return files
-    unnamed = [f.name for f, names in zip(files, splits, strict=True) if not names]
-    if unnamed:
-        hint = f"Some file names contain a split, but {unnamed[0]} does not. Rename it, or set one file."
-        raise DataError("data.path", root, hint)
+    for file, names in zip(files, splits, strict=True):
+        if not names:
+            hint = f"Some file names contain a split, but {file.name} does not. Rename it, or set one file."
+            raise DataError("data.path", root, hint)
     chosen = [f for f, names in zip(files, splits, strict=True) if split in names]
     if not chosen:
-        raise DataError(
-            "data.split", split, f"{root} has the splits {', '.join(sorted(set().union(*splits)))}. Use one of them."
-        )
+        hint = f"{root} has the splits {', '.join(sorted(set().union(*splits)))}. Use one of them."
+        raise DataError("data.split", split, hint)
     return chosen
 
 
@@ -236,13 +240,13 @@ def _json_rows(path: Path, columns: Columns) -> Rows:
         DataError: it is one object that has the rows in a list, as `{"data": [...]}`.
     """
     with open(path, "rb") as file:
-        first = file.read(_HEAD).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+        first = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if first == b"[" and path.suffix.lower() == ".json":
         return _listed(path)
     if first == b"{":
         lines = [text for _, _, text in islice(_lines(path), 2)]
-        is_one = len(lines) == 1 or not _is_json(lines[0])
-        whole = _is_json(path.read_bytes()) if is_one and path.stat().st_size <= _WHOLE else None
+        is_one = len(lines) == 1 or not _parsed(lines[0])
+        whole = _parsed(path.read_bytes()) if is_one and path.stat().st_size <= _WHOLE else None
         place = wrapped_rows(whole, columns)
         is_row = path.suffix.lower() == ".jsonl" and any(isinstance(value, str) for value in (whole or {}).values())
         if place and not is_row:
@@ -252,7 +256,7 @@ def _json_rows(path: Path, columns: Columns) -> Rows:
     return JsonLines(path)
 
 
-def _is_json(text: bytes) -> Any:
+def _parsed(text: bytes) -> Any:
     """Parse JSON. None if it is none."""
     try:
         return json.loads(text)
@@ -261,9 +265,7 @@ def _is_json(text: bytes) -> Any:
 
 
 def _listed(path: Path) -> ArrowRows:
-    """Read a .json file that is one list into an Arrow array. Parsing needs the whole file in memory."""
-    import pyarrow
-
+    """Read a .json file that is one list. Parsing needs the whole file in memory; bytes of rows stay there."""
     if path.stat().st_size > _WHOLE:
         hint = "Write one JSON object per line into a .jsonl file, which is not read at once."
         raise DataError(str(path), f"a JSON list of more than {_WHOLE >> 20} MiB", hint)
@@ -272,23 +274,7 @@ def _listed(path: Path) -> ArrowRows:
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise not_json(f"{path}{line}", error, "Write a list of objects, or one object per line.") from None
-    return ArrowRows(_Packed(pyarrow.array([json.dumps(row) for row in rows], pyarrow.large_binary())), str(path))
-
-
-class _Packed:
-    """An Arrow array of bytes as a sequence of bytes."""
-
-    def __init__(self, values: Any) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, i: int) -> bytes:
-        return self.values[i].as_py()
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (value.as_py() for value in self.values)
+    return ArrowRows([json.dumps(row).encode() for row in rows], str(path))
 
 
 def _open_file(path: Path, columns: Columns) -> Rows:
@@ -316,8 +302,7 @@ def _read_file(path: Path, columns: Columns) -> Iterator[Row]:
     names = _parquet_columns(path, columns)
     with reading(str(path), None, _DAMAGED, DataError):
         batches = ParquetFile(path).iter_batches(_BATCH, columns=names)
-        fields = (row for batch in batches for row in batch.to_pylist())
-        yield from (Row(f"{path}: row {i}", row) for i, row in enumerate(fields, 1))
+        yield from ArrowRows((row for batch in batches for row in batch.to_pylist()), str(path))
 
 
 def _as_items(files: list[Path], columns: Columns) -> Iterator[dict[str, Any]]:

@@ -39,10 +39,11 @@ class GeneratedStream:
     """Documents that a probe generates.
 
     Args:
+        tokenizer: required by probes whose text depends on it (mqar, phonebook, needles), and for steps in tokens.
         index: index of the source in the recipe.
     """
 
-    def __init__(self, source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, index: int) -> None:
+    def __init__(self, source: Source, tokenizer: PreTrainedTokenizerBase | None, seed: int, index: int) -> None:
         self.source, self.tokenizer, self.seed, self.index = source, tokenizer, seed, index
         self.skipped = 0
 
@@ -58,9 +59,10 @@ class GeneratedStream:
 
     def step(self, step: int) -> list[Document]:
         """Generate `rows` documents, or as many as fit into `tokens` (at least one)."""
-        if self.source.tokens is None:
-            return step_documents(self.source, self.seed, self.index, step, self.tokenizer)
         make = maker(self.source, rng_of("train", self.seed, self.index, step), self.tokenizer)
+        if self.source.rows is not None:
+            return [make() for _ in range(self.source.rows)]
+        assert self.source.tokens is not None and self.tokenizer is not None
         documents: list[Document] = []
         room = self.source.tokens
         while True:
@@ -72,19 +74,8 @@ class GeneratedStream:
                 documents.append(document)
 
 
-def with_ends(document: Document) -> Document:
-    """Extend every answer by the newline after it. Choices are dropped, since they have no newline."""
-    text = document.text if document.text.endswith("\n") else document.text + "\n"
-    ended = (Question((q.answer[0], q.answer[1] + 1), (), q.gold, q.segment, q.value) for q in document.questions)
-    return Document(document.task, text, tuple(ended))
-
-
 def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], Document]:
     """Return a function that generates the documents of one step. All have the same number of pairs.
-
-    Args:
-        rng: source of randomness.
-        tokenizer: required by probes whose text depends on it (mqar, phonebook, needles).
 
     Raises:
         ProbeError: the probe needs a tokenizer and gets none, or the tokenizer has too few words for the pairs.
@@ -112,15 +103,8 @@ def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None
     return make
 
 
-def step_documents(
-    source: Source, seed: int, index: int, step: int, tokenizer: PreTrainedTokenizerBase | None = None
-) -> list[Document]:
-    """Generate the `rows` documents of a step.
-
-    Args:
-        index: index of the source in the recipe.
-        tokenizer: as in `maker`.
-    """
-    assert source.rows is not None, "GeneratedStream handles steps that are sized in tokens"
-    make = maker(source, rng_of("train", seed, index, step), tokenizer)
-    return [make() for _ in range(source.rows)]
+def with_ends(document: Document) -> Document:
+    """Extend every answer by the newline after it. Choices are dropped, since they have no newline."""
+    text = document.text if document.text.endswith("\n") else document.text + "\n"
+    ended = (Question((q.answer[0], q.answer[1] + 1), (), q.gold, q.segment, q.value) for q in document.questions)
+    return Document(document.task, text, tuple(ended))

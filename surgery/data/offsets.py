@@ -40,10 +40,6 @@ class Tokens(NamedTuple):
         """Characters [start, end) of every token."""
         return list(zip(self.starts, self.ends, strict=True))
 
-    def span(self, token: int) -> Span:
-        """Return the characters [start, end) of a token."""
-        return self.starts[token], self.ends[token]
-
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], whole: bool = True) -> list[Tokens]:
     """Tokenize texts as `tokenizer(text)` does, up to the last token of each text.
@@ -60,17 +56,17 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], whole: b
     """
     encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
     starts_ends = [tuple(zip(*offsets, strict=True)) or ((), ()) for offsets in encoded["offset_mapping"]]
-    spaced = [_with_spaces(text, *offsets) for text, offsets in zip(texts, starts_ends, strict=True)]
-    if any(starts is not trimmed for starts, (trimmed, _) in zip(spaced, starts_ends, strict=True)):
+    trimmed, ends = [first for first, _ in starts_ends], [last for _, last in starts_ends]
+    starts = [_with_spaces(*of_text) for of_text in zip(texts, trimmed, ends, strict=True)]
+    if starts != trimmed:
         alone, after_space = tokenizer(["b", " b"], add_special_tokens=False)["input_ids"]
         if alone == after_space:
-            spaced = [starts for starts, _ in starts_ends]
-    rows = [Tokens(*tokens) for tokens in zip(encoded["input_ids"], spaced, (e for _, e in starts_ends), strict=True)]
+            starts = trimmed
     before = before_text(tokenizer) if whole else []
     none = (0,) * len(before)
     return [
-        Tokens(before + row.ids, (*none, *row.starts), (*none, *row.ends)) if row.ids[:1] != before[:1] else row
-        for row in rows
+        Tokens(before + ids, none + first, none + last) if ids[:1] != before[:1] else Tokens(ids, first, last)
+        for ids, first, last in zip(encoded["input_ids"], starts, ends, strict=True)
     ]
 
 
@@ -101,9 +97,9 @@ def encode_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -
     return one.get_vocab() == other.get_vocab() and ids[0] == ids[1]
 
 
-def _with_spaces(text: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
-    """Begin a token where the one before ends, if only spaces lie between. Returns `starts` itself without a gap."""
+def _with_spaces(text: str, starts: tuple[int, ...], ends: tuple[int, ...]) -> tuple[int, ...]:
+    """Begin a token where the one before ends, if only spaces lie between."""
     before = (0, *ends[:-1])
-    if not any(map(gt, starts, before)):
+    if not any(map(gt, starts, before)):  # the usual case: no gap
         return starts
     return tuple(e if s > e and text[e:s].isspace() else s for s, e in zip(starts, before, strict=True))

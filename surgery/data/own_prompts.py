@@ -35,8 +35,12 @@ def own_prompts(
     Raises:
         DataError: as `read_documents`, or no row has a place.
     """
+
+    def is_before_the_query(question: Question) -> bool:  # the prompt goes on behind the answer
+        return question.value is not None and question.value[1] < question.answer[0]
+
     documents, _ = read_documents(data, tokenizer, None, count if data.streaming else None, context, vocab_size)
-    placed = [document for document in documents if _is_before_the_query(document.questions[-1])]
+    placed = [document for document in documents if is_before_the_query(document.questions[-1])]
     if not placed:
         hint = "Mark the place of each answer (`answer_span`), or use answers that occur once in their prompts."
         raise DataError(f"locate.data {data.path}", "no row has the place of its answer", hint)
@@ -45,11 +49,6 @@ def own_prompts(
         _LOG.warning(text, len(documents) - len(placed), len(documents))
     taken = min(count, len(placed))
     return [placed[i * len(placed) // taken] for i in range(taken)]
-
-
-def _is_before_the_query(question: Question) -> bool:
-    """Whether the answer has a place, and the prompt goes on behind it."""
-    return question.value is not None and question.value[1] < question.answer[0]
 
 
 def own_batches(
@@ -81,10 +80,7 @@ def _from_first_word(document: Document, tokenizer: PreTrainedTokenizerBase) -> 
     start, end = question.answer
     answer = document.text[start:end]
     word = start + len(answer) - len(answer.lstrip())
-    if word == start:
-        return document
-    (tokens,) = tokenized(tokenizer, [document.text])
-    if word not in tokens.starts:
+    if word == start or word not in tokenized(tokenizer, [document.text])[0].starts:
         return document
     return replace(document, questions=(*before, replace(question, answer=(word, end))))
 
@@ -96,6 +92,5 @@ def _with_choices(batch: EncodedBatch, answers: torch.Tensor) -> EncodedBatch:
         others = torch.cat([ids[mask], answers]).unique()
         rows.append(torch.cat([target[None], others[others != target]]))
     choices = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)[:, None]
-    return replace(
-        batch, choice_ids=choices, choice_rest=choices[..., None][..., :0], gold=torch.zeros_like(batch.gold)
-    )
+    no_more = choices[..., None][..., :0]
+    return replace(batch, choice_ids=choices, choice_rest=no_more, gold=torch.zeros_like(batch.gold))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from surgery.errors import DataError, short_repr
 from surgery.probes.documents import Document, Span
@@ -13,8 +13,7 @@ _CUT_TRIES = 32  # token boundaries to try for a cut that leaves the tokens unch
 _AFTER_CUT = 8  # tokens after a cut to compare with those of the whole text
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A document, or a piece of a long text.
 
     Attributes:
@@ -31,9 +30,8 @@ class Piece:
 
 def part(document: Document, span: Span) -> Document:
     """Return the characters `span` of a plain text as a document, or the document itself if that is all of it."""
-    if span == (0, len(document.text)):
-        return document
-    return Document(document.task, document.text[slice(*span)])
+    whole = span == (0, len(document.text))
+    return document if whole else Document(document.task, document.text[slice(*span)])
 
 
 def cut(
@@ -74,9 +72,8 @@ def cut(
             if best is None and len(piece) <= limit:
                 best = (end, stop, len(piece))
         if best is None:
-            raise DataError(
-                "max_tokens", limit, f"Too small to cut {short_repr(text[at:])} between its tokens. Increase it."
-            )
+            hint = f"Too small to cut {short_repr(text[at:])} between its tokens. Increase it."
+            raise DataError("max_tokens", limit, hint)
         pieces.append(((at, best[1]), best[2]))
         start, at = best[:2]
     return pieces

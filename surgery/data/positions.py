@@ -57,17 +57,11 @@ def encode_each(
     of_choice: Callable[[str], Ids] | None = None
     if choices:
         of_choice = cache(lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    return [
-        EncodedDocument(
-            document.task,
-            tokens.ids,
-            [
-                _positions(question, document, tokens, tokenizer.eos_token_id, of_choice)
-                for question in document.questions
-            ],
-        )
-        for document, tokens in zip(documents, tokenized(tokenizer, [d.text for d in documents]), strict=True)
-    ]
+    end, encoded = tokenizer.eos_token_id, []
+    for document, tokens in zip(documents, tokenized(tokenizer, [d.text for d in documents]), strict=True):
+        questions = [_positions(question, document, tokens, end, of_choice) for question in document.questions]
+        encoded.append(EncodedDocument(document.task, tokens.ids, questions))
+    return encoded
 
 
 def _covering(tokens: Tokens, char: int) -> range:
@@ -89,10 +83,9 @@ def _positions(
     (start, stop), value, segment = question.answer, question.value, question.segment
     first, last = _covering(tokens, start)[0], _covering(tokens, stop - 1)[-1]
     if tokens.starts[first] < start:
-        token = document.text[slice(*tokens.span(first))]
+        token = document.text[tokens.starts[first] : tokens.ends[first]]
         hint = "This token covers the end of the prompt and the start of the answer. Move the space between them."
         raise ProbeError(f"{document.task} answer", repr(token), hint)
-    answer_token = _covering(tokens, value[0])[0] if value else -1
     segment_end = _covering(tokens, segment[1] - 1)[-1] if segment else -1
     if first < last and tokens.ids[last] == end:
         stop = tokens.starts[last]
@@ -102,7 +95,7 @@ def _positions(
         target=tokens.ids[first],
         segment_start=_covering(tokens, segment[0])[0] if segment else -1,
         segment_end=segment_end,
-        answer_token=answer_token,
+        answer_token=_covering(tokens, value[0])[0] if value else -1,
         gold=question.gold,
         answer=(first, last),
         reads=[(token - 1, segment_end if place >= 0 else -1, place) for token, place in held if token],

@@ -7,6 +7,7 @@ streamed rows are checked as they arrive.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, count, islice
@@ -49,9 +50,8 @@ def open_source(
         check_documents(generated.step(0), tokenizer, vocab_size, context)
         return generated
     reader = Reader(source.data, tokenizer, source.max_tokens, context, vocab_size)
-    if source.data.streaming:
-        return StreamedDocuments(source, reader, seed, index)
-    return IndexedDocuments(source, reader, seed, index)
+    kind = StreamedDocuments if source.data.streaming else IndexedDocuments
+    return kind(source, reader, seed, index)
 
 
 def read_documents(
@@ -112,27 +112,24 @@ def count_answer_spans(
         if data is None or not data.columns.finds_spans or data.columns.text is not None:
             continue
         reader = Reader(data, tokenizer, source.max_tokens, context, vocab_size)
-        rows = rows_in_order(data)
-        for _ in reader.read(islice(rows, _COUNTED) if data.streaming else rows):
-            pass
-        searched = {name: reader.spans[name] for name in ("found", "ambiguous", "missing")}
+        deque(reader.read(islice(rows_in_order(data), _COUNTED if data.streaming else None)), maxlen=0)
+        searched = {kind: reader.spans[kind] for kind in ("found", "ambiguous", "missing")}
         if any(searched.values()):
             marked = {"marked": reader.spans["marked"]} if reader.spans["marked"] else {}
-            read = {"first_rows": _COUNTED} if data.streaming else {}
-            counts[name] = {**searched, **marked, **read}
+            counts[name] = {**searched, **marked, **({"first_rows": _COUNTED} if data.streaming else {})}
     return counts
 
 
 def named_data(train: Train) -> list[tuple[Source, str]]:
     """Return the first source of every data set, and the name of the data set, with a number if another one has it."""
-    named: list[tuple[Source, str]] = []
+    named: dict[str, Source] = {}
     for source in [source for stage in train.sequence for source in stage.sources]:
-        if source.data is None or any(source.data == other.data for other, _ in named):
+        if source.data is None or any(source.data == other.data for other in named.values()):
             continue
-        name, known = source.data.public_name, {other for _, other in named}
+        name = source.data.public_name
         candidates = chain([name], (f"{name} ({number})" for number in count(2)))
-        named.append((source, next(candidate for candidate in candidates if candidate not in known)))
-    return named
+        named[next(candidate for candidate in candidates if candidate not in named)] = source
+    return [(source, name) for name, source in named.items()]
 
 
 class IndexedDocuments:
@@ -152,8 +149,7 @@ class IndexedDocuments:
             raise reader.empty_error()
         self._pieces_N4 = np.array(pieces, dtype=np.int64).reshape(-1, 4)
         self.skipped = reader.skipped
-        self._order = lru_cache(maxsize=2)(self._order_of)
-        self._tokens_before = lru_cache(maxsize=2)(self._tokens_before_of)
+        self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         self._starts = [0]  # place of the first document of each step, if steps are sized in tokens
 
     def __len__(self) -> int:
@@ -163,13 +159,13 @@ class IndexedDocuments:
         """`rows` documents, or as many as fit into `tokens`. The next step starts where this one ends."""
         documents = []
         for epoch, at in (divmod(place, len(self)) for place in self._places(step)):
-            row, start, end, _ = self._pieces_N4[self._order(epoch)[at]].tolist()
+            row, start, end, _ = self._pieces_N4[self._epoch(epoch)[0][at]].tolist()
             documents.append(part(self.reader.document(self._rows[row]), (start, end)))
         return documents
 
     def largest_step(self) -> list[Document]:
         """Return the documents of the step of the first epoch that is largest when padded, longest document first."""
-        tokens_N = self._pieces_N4[self._order(0), 3]
+        tokens_N = self._pieces_N4[self._epoch(0)[0], 3]
         largest, size = 0, 0
         for step in count():
             places = self._places(step)
@@ -188,21 +184,21 @@ class IndexedDocuments:
             self._starts.append(self._next(self._starts[-1], self.source.tokens or 0))
         return range(self._starts[step], self._starts[step + 1])
 
-    def _order_of(self, epoch: int) -> np.ndarray:
-        """Return the order of an epoch, (N,), which depends on (seed, source, epoch)."""
-        seed = rng_of("data", *self._key, epoch).getrandbits(64)
-        return np.random.default_rng(seed).permutation(len(self))
+    def _epoch_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the order of an epoch, (N,), which depends on (seed, source, epoch).
 
-    def _tokens_before_of(self, epoch: int) -> np.ndarray:
-        """Return the tokens before each document of an epoch, and the total: (N+1,)."""
-        return np.concatenate([[0], np.cumsum(self._pieces_N4[self._order(epoch), 3])])
+        And the tokens before each document in this order, with the total: (N+1,).
+        """
+        seed = rng_of("data", *self._key, epoch).getrandbits(64)
+        order_N = np.random.default_rng(seed).permutation(len(self))
+        return order_N, np.concatenate([[0], np.cumsum(self._pieces_N4[order_N, 3])])
 
     def _next(self, place: int, room: int) -> int:
         """Return the place after the documents from `place` that fit into `room` tokens; at least one document."""
         end = place
         while True:
             epoch, at = divmod(end, len(self))
-            before_N1 = self._tokens_before(epoch)
+            _, before_N1 = self._epoch(epoch)
             fits = int(np.searchsorted(before_N1, before_N1[at] + room, side="right")) - 1
             end = epoch * len(self) + fits
             if fits < len(self):

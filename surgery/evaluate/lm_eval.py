@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.offsets import for_prompts
 from surgery.errors import RecipeError
-from surgery.lm_eval_tasks import FOLDER
+from surgery.evaluate.lm_eval_files import tasks_folder
 from surgery.recipe import LmEval
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _known_tasks(of_others: bool) -> tuple[str, ...]:
     """Names of the tasks of this package, and of lm-eval's own. A sweep checks every run."""
     from lm_eval.tasks import TaskManager
 
-    return tuple(TaskManager(include_path=str(FOLDER), include_defaults=of_others).all_tasks)
+    return tuple(TaskManager(include_path=str(tasks_folder()), include_defaults=of_others).all_tasks)
 
 
 def run_lm_eval(
@@ -83,7 +83,7 @@ def run_lm_eval(
             if str(lengths) not in managers:
                 # Some tasks truncate their texts to a number of tokens, and load the tokenizer by its name.
                 metadata = {"tokenizer": tokenizer.name_or_path, **lengths}
-                managers[str(lengths)] = TaskManager(include_path=str(FOLDER), metadata=metadata)
+                managers[str(lengths)] = TaskManager(include_path=str(tasks_folder()), metadata=metadata)
             manager = managers[str(lengths)]
             reason = _why_unavailable(manager, task)
             found = {task: {"skipped": reason}} if reason else _metrics(lm, manager, task, section)

@@ -1,6 +1,6 @@
 """Write probes as tasks of lm-eval: prompts as JSONL, task files for ranking and for generation, and groups.
 
-`python -c "from surgery.evaluate.lm_eval_files import write_tasks; write_tasks()"` rewrites `surgery/lm_eval_tasks`.
+A wheel holds the tasks of this package: `setup.py` writes them. A checkout writes them when they are first used.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import Any
 
 import yaml
 
-from surgery.lm_eval_tasks import FOLDER
-from surgery.probes.documents import Document, rng_of
+from surgery.files.atomic import digest, new_folder, text_or_empty
+from surgery.probes.documents import Document, answer_list, expected_answers, max_answer_tokens, rng_of
 from surgery.probes.registry import PROBES, Options
-from surgery.scoring.generation import answer_list, expected_answers, max_answer_tokens
 
-SHARED_FILES = ("data.py", "_ranked_yaml", "_generated_yaml")  # included by the task files
+PACKAGE = Path(__file__).parents[1]
+TEMPLATES = PACKAGE / "lm_eval_tasks"
+SHARED_FILES = ("data.py", "_ranked_yaml", "_generated_yaml")  # of TEMPLATES; the task files include them
+FOLDER = TEMPLATES / "tasks"
+_SOURCES = "sources.sha256"  # in FOLDER, so that a checkout whose probes have changed writes the tasks again
 Maker = Callable[[Random], Document]
 
 
@@ -42,8 +45,19 @@ def lm_eval_groups() -> dict[str, dict[str, Maker]]:
     return groups
 
 
+def tasks_folder() -> Path:
+    """Return the folder of this package's tasks, for lm-eval's `--include_path`. Writes them if there are none yet."""
+    code = [*sorted((PACKAGE / "probes").glob("*.py")), Path(__file__), *(TEMPLATES / name for name in SHARED_FILES)]
+    sources = digest(*code)
+    if text_or_empty(FOLDER / _SOURCES) != sources:
+        with new_folder(FOLDER) as folder:
+            write_tasks(folder)
+            (folder / _SOURCES).write_text(sources, encoding="utf-8")
+    return FOLDER
+
+
 def write_tasks(
-    folder: Path = FOLDER,
+    folder: Path,
     groups: Mapping[str, Mapping[str, Maker]] | None = None,
     examples: int = 100,
     seed: int = 0,
@@ -58,8 +72,7 @@ def write_tasks(
     groups = groups if groups is not None else lm_eval_groups()
     folder.mkdir(parents=True, exist_ok=True)
     for name in SHARED_FILES:
-        if folder.resolve() != FOLDER:
-            shutil.copyfile(FOLDER / name, folder / name)
+        shutil.copyfile(TEMPLATES / name, folder / name)
     for group, makers in groups.items():
         names = []
         for name, make in makers.items():

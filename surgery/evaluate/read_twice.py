@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from surgery.evaluate.prompts import PromptSet
-from surgery.probes.documents import Document, Span
-from surgery.scoring.generation import answer_list
+from surgery.probes.documents import Document, Span, answer_list
 
 READ_TWICE = "_read_twice"  # end of an arm's name
 

@@ -27,7 +27,7 @@ from surgery.files.secret_scan import SECRET_NAME
 from surgery.hybrid import kernels
 
 # As a fraction of the logits' standard deviation. Other summation orders and fp64 differ by at most 4e-5; scaling the
-# new heads' output by 1.01 differs by at least 9e-3, disabling them by 0.7. docs/CONFORMANCE.md has the measurements.
+# new heads' output by 1.01 differs by at least 9e-3, disabling them by 0.7. paper/VALIDATION.md has the measurements.
 TOLERANCE = 1e-3
 _STORED = 64  # logits per token, evenly spaced over the vocabulary
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 2, 24, 8

@@ -24,8 +24,8 @@ from surgery.run.machine import GIB
 _AT_QUERY = ["query", "patching", "sharpen"]  # one decode step per head and column
 _ARMS = 4  # of an evaluation: base, control, hybrid without its new heads, hybrid
 _MINUTES = {"locate": 5, "evaluate": 10}  # aimed at
-_STEP = 1.2  # cost of a token in a decode step, compared with one in a full pass (docs/LOG.md, 2026-11-23)
-_WIDE = 32  # channels of a state from which copies are not widened (docs/LOG.md, 2026-11-23)
+_STEP = 1.2  # cost of a token in a decode step, compared with one in a full pass (paper/LOG.md, 2026-11-23)
+_WIDE = 32  # channels of a state from which copies are not widened (paper/LOG.md, 2026-11-23)
 _SHARE_OF_MEMORY = 0.8
 _PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pairs
 _MOST = 3  # accuracies to list in a comment

@@ -2,6 +2,6 @@
 
 import sys
 
-from surgery.lm_eval_tasks import FOLDER
+from surgery.evaluate.lm_eval_files import tasks_folder
 
-sys.stdout.write(f"{FOLDER}\n")
+sys.stdout.write(f"{tasks_folder()}\n")

@@ -1,6 +1,6 @@
 """Scans in plain PyTorch that take the place of transformers' own where no kernel runs.
 
-The results are those of transformers up to rounding; docs/BENCHMARKS.md has the times. They also keep the documents of
+The results are those of transformers up to rounding; paper/BENCHMARKS.md has the times. They also keep the documents of
 a row separate, which transformers' own PyTorch code refuses.
 
 - Mamba-1: transformers takes each token from tensors of all tokens by index. The gradient of such an index is a tensor

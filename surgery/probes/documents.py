@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -43,6 +43,27 @@ class Document:
     task: str
     text: str
     questions: tuple[Question, ...] = ()
+
+
+def answer_list(document: Document) -> Sequence[Question]:
+    """Return the last question, preceded by the questions whose answers form one list with its answer."""
+    questions, first = document.questions, len(document.questions) - 1
+    while first and not document.text[questions[first - 1].answer[1] : questions[first].answer[0]].strip(" ,"):
+        first -= 1
+    return questions[first:]
+
+
+def expected_answers(document: Document) -> tuple[list[str], bool]:
+    """Return the texts of the answers, and False if the answer has no end, as for a copied passage."""
+    questions = answer_list(document)
+    unbounded = questions[0].value is not None and questions[0].value == questions[0].segment
+    return [document.text[slice(*q.answer)].strip() for q in questions], not unbounded
+
+
+def max_answer_tokens(document: Document) -> int:
+    """Upper bound on the tokens of the answer, plus one: a token has at least one byte."""
+    questions = answer_list(document)
+    return len(document.text[questions[0].answer[0] : questions[-1].answer[1]].encode()) + 1
 
 
 class Writer:

@@ -7,7 +7,7 @@
     ...
 
 An auxiliary task for pretraining. The values of the second listing are the answers, so every line is a question. It
-teaches a model to read what it has gathered: docs/LOG.md has a base that stayed at chance on the questions of
+teaches a model to read what it has gathered: paper/LOG.md has a base that stayed at chance on the questions of
 `kv_retrieval` for 1,000 steps and learned them within 250 steps with this task.
 """
 

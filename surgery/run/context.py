@@ -20,6 +20,7 @@ from surgery.models.sizes import meta_model, sizes_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Base, Recipe, Train, as_base
 from surgery.recipe.public import public_name
+from surgery.report.progress_lines import ProgressLines
 from surgery.run.folder import RunDir
 from surgery.splice.graft import cut_model
 from surgery.splice.state_size import StateCut, cut_from_json
@@ -43,23 +44,11 @@ class Reporter(Protocol):
     def note(self, topic: str, text: str) -> None: ...
 
 
-class Silent:
+class Silent(ProgressLines):
     """Discard progress: for the Python API, and for ranks other than 0."""
 
-    def start(self, stage: str, what: str) -> None:
-        """Do nothing."""
-
-    def progress(self, done: int, total: int, note: str = "") -> None:
-        """Do nothing."""
-
-    def finish(self, stage: str, seconds: float) -> None:
-        """Do nothing."""
-
-    def skip(self, stage: str, why: str) -> None:
-        """Do nothing."""
-
-    def note(self, topic: str, text: str) -> None:
-        """Do nothing."""
+    def __init__(self) -> None:
+        super().__init__(lambda line: None)
 
 
 @dataclass
@@ -119,7 +108,7 @@ class Run:
     @cached_property
     def answer_spans(self) -> dict[str, dict[str, int]]:
         """Rows of the user's data by the place of the answer, for `answer_span: auto`. See `count_answer_spans`."""
-        config = self.base().config
+        config = load_config(self.recipe.base)
         context = getattr(config, "max_position_embeddings", None)
         return count_answer_spans(self.recipe.train, self.tokenizer(), context, config.vocab_size)
 

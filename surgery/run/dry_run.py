@@ -29,14 +29,13 @@ from surgery.models.spliced import plan_of_hybrid
 from surgery.models.torch_scans import code_text
 from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
-from surgery.run.at_hand import at_hand, cached_folder
 from surgery.run.context import Run
 from surgery.run.folder import RunDir
 from surgery.run.machine import GIB, find_machine
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.run.stages import STAGES
 from surgery.run.time_estimate import estimate_time
-from surgery.run.without_weights import check_without_weights
+from surgery.run.without_weights import at_hand, cached_folder, check_without_weights
 from surgery.splice.inserted import inserted_config
 from surgery.splice.plan import hybrid_config, make_plan, splice_field
 from surgery.train.optimizer import learning_rates_text

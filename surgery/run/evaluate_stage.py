@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import __version__ as accelerate_version
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
@@ -21,66 +21,78 @@ from surgery.data.offsets import encode_alike
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, mark_seen
 from surgery.evaluate.held_out import side_by_side
+from surgery.evaluate.lm_eval import check_tasks
 from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.interventions.heads_off import HEADS_OFF, heads_off
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
+from surgery.probes.documents import answer_list
 from surgery.probes.registry import PROBES
 from surgery.recipe import as_base
 from surgery.report.results import LONGEST_EXAMPLE, arm_label, ordered_arms
 from surgery.report.run_report import ReportInputs, write_report
 from surgery.run.context import Run
 from surgery.run.located_prompts import sample_batch
-from surgery.scoring.generation import answer_list, exact_answers
+from surgery.run.stage import PROMPTS, Stage
+from surgery.scoring.generation import exact_answers
 
 _LINKED = ("locate.html", "heads.csv", "plan.json", "results.json", "recipe.yaml")  # files that the report links
 
 
-def evaluate_run(run: Run, before: Sequence[str]) -> None:
-    """Evaluate every arm on the same prompts, and write results.json, report.html and the figures.
+class EvaluateStage(Stage):
+    name, what = "evaluate", "evaluating every arm"
+    sections = ("base", "control", "train", *PROMPTS, "evaluate")
+    reads = ("trained", "no_splice", "spliced", "plan.json", "heads.json")
+    writes = ("results.json", "report.html", "figures/evaluate")
+    version, is_shared = 2, False
 
-    Args:
-        run: the run, whose arms are trained.
-        before: names of the earlier stages, whose times the results list.
-    """
-    began = time.perf_counter()
-    recipe = run.recipe
-    config = run.base().config
-    context = getattr(config, "max_position_embeddings", None)
-    limits = (recipe.evaluate.examples, context, config.vocab_size)
-    held_out = held_out_documents(recipe.train, run.tokenizer(), *limits)
-    prompts = make_prompts(recipe.evaluate, recipe.seed, held_out, run.tokenizer())
-    models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
-    if recipe.has_control:
-        models["no_splice"] = lambda: run.model("no_splice")
-    twice = prompts_twice(prompts, run.tokenizer().bos_token) if recipe.evaluate.read_twice else None
-    if twice is not None:
-        models |= {f"{name}{READ_TWICE}": load for name, load in models.items()}
-    models |= {name: lambda: run.model("trained") for name in (HEADS_OFF, "hybrid")}
-    teacher, skipped = _teacher_arm(run)
-    models |= teacher
-    arms: dict[str, Arm] = {}
-    example: dict[str, Any] | None = None
-    sizes: dict[str, dict[str, int]] = {}
-    for index, (name, load) in enumerate(models.items()):
+    def check_data(self, run: Run, config: PreTrainedConfig) -> None:
+        """Generate one prompt of each kind, and look up the tasks of lm-eval."""
+        section = run.recipe.evaluate
+        tasks = tuple(task.model_copy(update={"examples": None}) for task in section.tasks)
+        few = section.model_copy(update={"tasks": tasks, "examples": 1, "sentences": 1})
+        make_prompts(few, run.recipe.seed, tokenizer=run.tokenizer())
+        if section.lm_eval is not None:
+            check_tasks(section.lm_eval)
 
-        def progress(done: int, total: int, name: str = name, index: int = index) -> None:
-            run.reporter.progress(index * total + done, len(models) * total, name)
+    def work(self, run: Run, key: str) -> None:
+        """Evaluate every arm on the same prompts, and write results.json, report.html and the figures."""
+        began = time.perf_counter()
+        recipe, config = run.recipe, run.base().config
+        context = getattr(config, "max_position_embeddings", None)
+        limits = (recipe.evaluate.examples, context, config.vocab_size)
+        held_out = held_out_documents(recipe.train, run.tokenizer(), *limits)
+        prompts = make_prompts(recipe.evaluate, recipe.seed, held_out, run.tokenizer())
+        models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
+        if recipe.has_control:
+            models["no_splice"] = lambda: run.model("no_splice")
+        twice = prompts_twice(prompts, run.tokenizer().bos_token) if recipe.evaluate.read_twice else None
+        if twice is not None:
+            models |= {f"{name}{READ_TWICE}": load for name, load in models.items()}
+        models |= {name: lambda: run.model("trained") for name in (HEADS_OFF, "hybrid")}
+        teacher, skipped = _teacher_arm(run)
+        models |= teacher
+        arms: dict[str, Arm] = {}
+        more: dict[str, Any] = {"sizes": {}, "skipped": skipped}
+        for index, (name, load) in enumerate(models.items()):
 
-        model = load()
-        if name in ("base", "hybrid"):
-            sizes[name] = asdict(sizes_of(model))
-        given, section = prompts, recipe.evaluate
-        if twice is not None and name.endswith(READ_TWICE):
-            given, section = twice, section.model_copy(update={"lm_eval": None})
-        with heads_off(model) if name == HEADS_OFF else nullcontext():
-            arms[name] = evaluate_model(model, run.tokenizer(), section, recipe.seed, given, progress)
-        mark_seen(arms[name].summary, section, recipe.train)
-        if name == "hybrid":
-            example = _example(run, prompts, arms, model)
-    _write_results(run, arms, sizes, before, began, skipped, example)
+            def progress(done: int, total: int, name: str = name, index: int = index) -> None:
+                run.reporter.progress(index * total + done, len(models) * total, name)
+
+            model = load()
+            if name in ("base", "hybrid"):
+                more["sizes"][name] = asdict(sizes_of(model))
+            given, section = prompts, recipe.evaluate
+            if twice is not None and name.endswith(READ_TWICE):
+                given, section = twice, section.model_copy(update={"lm_eval": None})
+            with heads_off(model) if name == HEADS_OFF else nullcontext():
+                arms[name] = evaluate_model(model, run.tokenizer(), section, recipe.seed, given, progress)
+            mark_seen(arms[name].summary, section, recipe.train)
+            if name == "hybrid":
+                more["example"] = _example(run, prompts, arms, model)
+        _write_results(run, arms, more, began)
 
 
 def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], dict[str, str]]:
@@ -128,15 +140,15 @@ def _example(run: Run, prompts: PromptSet, arms: Mapping[str, Arm], hybrid: PreT
     return None
 
 
-def _write_results(
-    run: Run,
-    arms: dict[str, Arm],
-    sizes: dict[str, dict[str, int]],
-    before: Sequence[str],
-    began: float,
-    skipped: dict[str, str],
-    example: dict[str, Any] | None,
-) -> None:
+def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], began: float) -> None:
+    """Write the figures, results.json and report.html.
+
+    Args:
+        run: the run.
+        arms: results by arm.
+        more: `sizes` of base and hybrid, arms that were `skipped`, and an `example`.
+        began: time at which the evaluation began.
+    """
     from surgery.report.figures.curves import accuracy_by_pairs  # matplotlib is slow to import
     from surgery.report.figures.own_data import held_out_accuracy
 
@@ -147,13 +159,17 @@ def _write_results(
     span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else None
     labels = {name: arm_label(name, recipe) for name in arms}
     with new_folder(run.folder / "figures" / "evaluate") as figures:
-        if own := _held_out(summaries):
+        held_out = summaries["hybrid"].get("held_out", {})
+        names = [name for name, entry in held_out.items() if "accuracy" in entry]  # data with answers
+        if names:
+            own = {name: {arm: summaries[arm]["held_out"][name] for arm in ordered_arms(summaries)} for name in names}
             held_out_accuracy(own, labels, figures)
         if summaries["base"]["kv_retrieval"]:
             by_pairs = {name: arm["kv_retrieval"] for name, arm in summaries.items()}
             accuracy_by_pairs(by_pairs, figures, span, labels=labels)
         _draw_attention(run, figures)
         costs = _efficiency(run, figures)
+    before = ("train", "control") if recipe.splice is None else ("locate", "plan", "splice", "train", "control")
     seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in before}
     inserted = [{"form": g.form, "before": g.before} for g in run.plan().grafts if g.form != "head"]
     results = {
@@ -161,13 +177,12 @@ def _write_results(
         **({"inserted": inserted} if inserted else {}),
         "arms": summaries,
         **compare_arms(arms, recipe.seed),
-        **({"skipped": skipped} if skipped else {}),
-        **({"example": example} if example else {}),
+        **{name: more[name] for name in ("skipped", "example") if more[name]},
         **({"answer_spans": run.answer_spans} if run.answer_spans else {}),
         **({"held_out_examples": texts} if (texts := side_by_side({n: a.examples for n, a in arms.items()})) else {}),
         "step_zero_gap": read_json(run.folder / "splice.json") if recipe.splice is not None else None,
         **({"training": trained_steps} if (trained_steps := run.trained_steps()) else {}),
-        "sizes": sizes,
+        "sizes": more["sizes"],
         "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},
         "seed": recipe.seed,
         "recipe": recipe.model_dump(mode="json"),  # that of the folder may change before the next evaluation
@@ -178,12 +193,6 @@ def _write_results(
     files = [name for name in _LINKED if (run.folder / name).is_file()]
     inputs = ReportInputs(recipe, run.plan(), run.heads(), results, run.folder / "figures", files)
     write_report(inputs, run.folder / "report.html")
-
-
-def _held_out(summaries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Exact match on held-out rows: data set -> arm -> entry. Data without answers is left out."""
-    names = [name for name, entry in summaries["hybrid"].get("held_out", {}).items() if "accuracy" in entry]
-    return {name: {arm: summaries[arm]["held_out"][name] for arm in ordered_arms(summaries)} for name in names}
 
 
 def _efficiency(run: Run, figures: Path) -> dict[str, Any] | None:

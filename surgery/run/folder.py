@@ -101,31 +101,32 @@ class RunDir:
             raise RunError(str(path), "not the manifest of a stage", "Delete the file. The stage runs again.")
         return manifest
 
-    def is_fresh(self, stage: str, key: str, outputs: Sequence[Path]) -> bool:
-        """True if the stage finished with this key and its outputs are unchanged."""
+    def is_fresh(self, stage: str, key: str, outputs: Sequence[str]) -> bool:
+        """True if the stage finished with this key and its outputs, names in this folder, are unchanged."""
         manifest = self.manifest(stage)
         return (
-            self.is_finished(stage, key, outputs) and manifest is not None and manifest["outputs"] == digest(*outputs)
+            self.is_finished(stage, key, outputs)
+            and manifest is not None
+            and manifest["outputs"] == digest(*(self.path / name for name in outputs))
         )
 
-    def is_finished(self, stage: str, key: str, outputs: Sequence[Path]) -> bool:
+    def is_finished(self, stage: str, key: str, outputs: Sequence[str]) -> bool:
         """True if the stage finished with this key and its outputs exist, even if they were edited."""
         manifest = self.manifest(stage)
-        return manifest is not None and manifest["key"] == key and all(p.exists() for p in outputs)
+        return manifest is not None and manifest["key"] == key and all((self.path / name).exists() for name in outputs)
 
-    def finish(self, stage: str, key: str, outputs: Sequence[Path], seconds: float, origin: str = "") -> None:
+    def finish(self, stage: str, key: str, outputs: Sequence[str], seconds: float, origin: str = "") -> None:
         """Write the manifest of a stage, which makes it fresh.
 
         Args:
             stage: name of the stage.
             key: its key.
-            outputs: its files and folders.
+            outputs: its files and folders, as names in this folder.
             seconds: time that it took. See `pipeline` for a training in several sessions.
             origin: for a stage that was taken from another run, what was taken from which run.
         """
-        data = {"key": key, "outputs": digest(*outputs), "seconds": round(seconds, 2)}
-        if origin:
-            data["origin"] = origin
+        hashed = digest(*(self.path / name for name in outputs))
+        data = {"key": key, "outputs": hashed, "seconds": round(seconds, 2), **({"origin": origin} if origin else {})}
         write_json(self.path / ".stages" / f"{stage}.json", data)
 
     def forget(self, stage: str) -> None:

@@ -18,11 +18,12 @@ from surgery.run.context import Reporter, Run
 LOG = "run.log"
 
 
-class LoggedReporter:
+class LoggedReporter(ProgressLines):
     """Pass every event on to another reporter, and append it to a file as a line with the time in UTC."""
 
     def __init__(self, path: Path, reporter: Reporter) -> None:
-        self._path, self._reporter, self._lines = path, reporter, ProgressLines(self.append)
+        super().__init__(self.append)
+        self._path, self._reporter = path, reporter
 
     def append(self, line: str) -> None:
         """Append one line. Tokens, as in an address that could not be read, are left out."""
@@ -32,28 +33,23 @@ class LoggedReporter:
             file.write(f"{now}  {redacted(' '.join(line.splitlines()))}\n")
 
     def start(self, stage: str, what: str) -> None:
-        """Report that a stage starts."""
-        self._lines.start(stage, what)
+        super().start(stage, what)
         self._reporter.start(stage, what)
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Report that `done` of `total` steps are finished."""
-        self._lines.progress(done, total, note)
+        super().progress(done, total, note)
         self._reporter.progress(done, total, note)
 
     def finish(self, stage: str, seconds: float) -> None:
-        """Report that a stage is finished."""
-        self._lines.finish(stage, seconds)
+        super().finish(stage, seconds)
         self._reporter.finish(stage, seconds)
 
     def skip(self, stage: str, why: str) -> None:
-        """Report that a stage is skipped."""
-        self._lines.skip(stage, why)
+        super().skip(stage, why)
         self._reporter.skip(stage, why)
 
     def note(self, topic: str, text: str) -> None:
-        """Report one line about a part of the run."""
-        self._lines.note(topic, text)
+        super().note(topic, text)
         self._reporter.note(topic, text)
 
 

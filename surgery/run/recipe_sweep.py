@@ -19,16 +19,17 @@ from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, kind_of, mark
 from surgery.locate.selection import can_choose_again
 from surgery.models.loading import load_config
-from surgery.models.sizes import Sizes, meta_model, sizes_of
+from surgery.models.sizes import meta_model, sizes_of
 from surgery.recipe import Base, Recipe, to_yaml
 from surgery.recipe.grid import Grid, GridPoint, naming
 from surgery.recipe.inputs import inputs_of
 from surgery.report.sweep_report import PointResults, summarize, write_sweep_page
 from surgery.run.context import Reporter, Run
 from surgery.run.folder import RunDir
-from surgery.run.pipeline import check_configs, check_inputs, run_pipeline
-from surgery.run.sharing import SHARED, Origin, find_origin, key_with_choice
-from surgery.run.stages import Stage, stages_of
+from surgery.run.pipeline import check_inputs, run_pipeline
+from surgery.run.sharing import Origin, find_origin, key_with_choice
+from surgery.run.stage import Stage
+from surgery.run.stages import stages_of
 from surgery.train.training import make_accelerator
 
 
@@ -103,7 +104,8 @@ def plan_sweep(grid: Grid, folder: Path, overwrite: bool = False, file: Path | N
     for recipe in grid.recipes:
         run = _run(recipe, folder, accelerator)
         with naming(_values_of(grid, recipe)):
-            check_configs(run)
+            for stage in stages_of(recipe):
+                stage.check_configs(run)
         runs[recipe.name] = _planned_stages(run, known, grid)
     controls = [
         {"values": dict(point.values), "run": point.recipe.name, "arm": point.arm}
@@ -161,23 +163,22 @@ def _planned_stages(run: Run, known: dict[tuple[str, str], str], grid: Grid) -> 
     finished: set[str] = set()  # outputs of finished stages: only their hashes are known
     for stage in stages_of(run.recipe):
         predicted = stage.key(run, inputs=inputs)
-        key = stage.key(run) if finished.issuperset(stage.reads_with(run.recipe)) else ""
-        outputs = stage.outputs(run)
-        names = {str(output.relative_to(run.folder)) for output in outputs}
+        key = stage.key(run) if finished.issuperset(stage.inputs(run.recipe)) else ""
+        outputs = stage.outputs(run.recipe)
         if key and run.rundir.is_fresh(stage.name, key, outputs):
             planned[stage.name] = "finished"
-            finished |= names
+            finished |= set(outputs)
         else:
             origin = (find_origin(run, stage, key) if key else None) or _earlier(run, stage, predicted, known, grid)
             planned[stage.name] = str(origin or "run")
         known.setdefault((stage.name, predicted), run.recipe.name)
-        inputs |= dict.fromkeys(names, predicted)
+        inputs |= dict.fromkeys(outputs, predicted)
     return planned
 
 
 def _earlier(run: Run, stage: Stage, predicted: str, known: dict[tuple[str, str], str], grid: Grid) -> Origin | None:
     """Find an earlier run of this sweep that will have computed this stage."""
-    if stage.name not in SHARED or not stage.outputs(run):
+    if not stage.is_shared or not stage.outputs(run.recipe):
         return None
     if (stage.name, predicted) in known:
         return Origin(run.folder.parent / known[stage.name, predicted])
@@ -214,14 +215,19 @@ def _write(grid: Grid, folder: Path, diverged: dict[str, TrainingDiverged]) -> d
 
 def _results(point: GridPoint, folder: Path, has_plateau: bool) -> PointResults:
     """Read the numbers of a point from its run. With plateaus in the sweep, also its number of steps."""
-    run = RunDir(folder / point.recipe.name)
+    recipe, run = point.recipe, RunDir(folder / point.recipe.name)
     results = read_json(run.path / "results.json")
-    names = [stage.name for stage in stages_of(point.recipe)]
-    origins = {name: (run.manifest(name) or {}).get("origin", "") for name in names}
-    sizes = _sizes(point, run.path)
+    origins = {stage.name: (run.manifest(stage.name) or {}).get("origin", "") for stage in stages_of(recipe)}
+    saved = {"hybrid": "trained", "no_splice": "no_splice"}.get(point.arm)
+    base = recipe.base if saved is None else Base(model=str(run.path / saved), dtype="auto")
+    sizes = sizes_of(meta_model(load_config(base), base.trust_remote_code))
+    # Stages that are not in `training` have a fixed number of steps. The control skips those of new heads alone.
+    trained: Mapping[str, Mapping[str, int]] = results.get("training", {})
+    stages = [stage for stage in recipe.train.sequence if point.arm == "hybrid" or stage.trains_control]
+    steps = sum(trained[s.name]["steps"] if s.name in trained else s.num_steps for s in stages)
     return PointResults(
         values=point.values,
-        run=point.recipe.name,
+        run=recipe.name,
         arm=point.arm,
         arms=results["arms"],
         heads=tuple(results["heads"]) if point.arm == "hybrid" else (),
@@ -229,26 +235,6 @@ def _results(point: GridPoint, folder: Path, has_plateau: bool) -> PointResults:
         state_bytes=sizes.state_bytes,
         new_parameters=sizes.new_parameters,
         origins={name: origin for name, origin in origins.items() if origin},
-        probes=point.recipe.evaluate.probes,
-        steps=_trained_steps(point, results.get("training", {})) if has_plateau else None,
+        probes=recipe.evaluate.probes,
+        steps=steps if has_plateau else None,
     )
-
-
-def _trained_steps(point: GridPoint, trained: Mapping[str, Mapping[str, int]]) -> int:
-    """Number of steps that the model of a point was trained.
-
-    Args:
-        point: only its hybrid has the stages that train new heads alone.
-        trained: entry `training` of results.json. Stages that are not in it have a fixed number of steps.
-    """
-    stages = [s for s in point.recipe.train.sequence if point.arm == "hybrid" or s.trains_control]
-    return sum(trained[s.name]["steps"] if s.name in trained else s.num_steps for s in stages)
-
-
-def _sizes(point: GridPoint, path: Path) -> Sizes:
-    """Count the parameters and cache bytes of a point's model, from its config."""
-    saved = {"hybrid": "trained", "no_splice": "no_splice"}
-    base = point.recipe.base
-    if point.arm in saved:
-        base = Base(model=str(path / saved[point.arm]), dtype="auto")
-    return sizes_of(meta_model(load_config(base), base.trust_remote_code))

@@ -10,15 +10,13 @@ from surgery.errors import RunError, reading
 from surgery.files.atomic import copy_entry, delete, read_json
 from surgery.locate.selection import can_choose_again, choose_again
 from surgery.models.lookup import family_of
-from surgery.recipe import Recipe, Splice
+from surgery.recipe import Splice
 from surgery.recipe.yaml import read_mapping
 from surgery.run.context import Run
 from surgery.run.folder import RunDir
-from surgery.run.stages import Stage, write_heads
+from surgery.run.locate_stage import write_heads
+from surgery.run.stage import Stage
 from surgery.types import head_set_from_json
-
-# Reports and exports name their run, so they are written by each run.
-SHARED = ("locate", "plan", "splice", "train", "control")
 
 
 @dataclass(frozen=True)
@@ -49,15 +47,14 @@ def find_origin(run: Run, stage: Stage, key: str) -> Origin | None:
         A run that finished the stage with the same key and unchanged outputs. For locate also a run that measured the
         same and whose heads can be chosen again. None if there is neither.
     """
-    if stage.name not in SHARED:
+    outputs = stage.outputs(run.recipe)
+    if not stage.is_shared or not outputs:
         return None
     for folder in run.siblings:
-        outputs = _outputs(run, stage, folder)
-        if outputs and RunDir(folder).is_fresh(stage.name, key, outputs):
+        if RunDir(folder).is_fresh(stage.name, key, outputs):
             return Origin(folder)
     if stage.name == "locate":
         for folder, measured in _measured(run):
-            outputs = _outputs(run, stage, folder)
             if RunDir(folder).is_fresh(stage.name, key_with_choice(run, stage, measured), outputs):
                 return Origin(folder, chosen_again=True)
     return None
@@ -72,31 +69,22 @@ def take_stage(run: Run, stage: Stage, key: str, origin: Origin) -> None:
     if origin.chosen_again:
         _choose_heads(run, origin.folder)
     else:
-        for output in stage.outputs(run):
-            copy_entry(origin.folder / output.relative_to(run.folder), output)
+        for name in stage.outputs(run.recipe):
+            copy_entry(origin.folder / name, run.folder / name)
         for name in stage.extras:
             if (origin.folder / name).is_dir():
                 copy_entry(origin.folder / name, run.folder / name)
             else:
                 delete(run.folder / name)
-    run.rundir.finish(stage.name, key, stage.outputs(run), manifest["seconds"], str(origin))
+    run.rundir.finish(stage.name, key, stage.outputs(run.recipe), manifest["seconds"], str(origin))
 
 
 def key_with_choice(run: Run, stage: Stage, choice: Splice) -> str:
     """Key of the stage locate if this run chose its heads as `choice` does."""
-    return stage.key(run, with_choice(run.recipe, choice))
-
-
-def with_choice(recipe: Recipe, choice: Splice) -> Recipe:
-    """Return the recipe with the heads to choose of another section `splice`."""
-    assert recipe.splice is not None
+    assert run.recipe.splice is not None
     chosen = {"select": choice.select, "num_heads": choice.num_heads, "heads": choice.heads}
-    return recipe.model_copy(update={"splice": recipe.splice.model_copy(update=chosen)})
-
-
-def _outputs(run: Run, stage: Stage, folder: Path) -> list[Path]:
-    """Outputs of a stage in another run folder; none if the stage has no outputs."""
-    return [folder / output.relative_to(run.folder) for output in stage.outputs(run)]
+    splice = run.recipe.splice.model_copy(update=chosen)
+    return stage.key(run, run.recipe.model_copy(update={"splice": splice}))
 
 
 def _measured(run: Run) -> Iterator[tuple[Path, Splice]]:

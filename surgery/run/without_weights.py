@@ -9,11 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
 from surgery.data.files import local_files
 from surgery.files.shipped import local_path
 from surgery.recipe import Base, Checkpoint, Recipe, Teacher, as_base
 from surgery.recipe.public import is_hub_id, source_of
-from surgery.run.at_hand import at_hand, cached_folder
 
 M = TypeVar("M", Checkpoint, Teacher)
 
@@ -62,14 +64,15 @@ def _check_models(recipe: Recipe, base: Base, shapes_from: str, has_hub_data: bo
     from surgery.data.own_prompts import own_prompts
     from surgery.models.loading import check_vocabulary, load_config, open_checkpoint
     from surgery.run.context import Run
-    from surgery.run.pipeline import check_configs, check_documents, check_training_teacher
     from surgery.run.stages import stages_of
     from surgery.train.training import make_accelerator
 
     is_folder, name = not is_hub_id(recipe.base.model), recipe.base.model
     recipe, skipped = _with_models_at_hand(recipe, base, file)
-    run = Run(recipe, Path("runs") / recipe.name, make_accelerator(), stages=tuple(s.name for s in stages_of(recipe)))
-    check_configs(run)
+    stages = stages_of(recipe)
+    run = Run(recipe, Path("runs") / recipe.name, make_accelerator(), stages=tuple(stage.name for stage in stages))
+    for stage in stages:
+        stage.check_configs(run)
     if is_folder:
         open_checkpoint(base).weight_files()
     if not shapes_from and not is_folder:
@@ -79,10 +82,12 @@ def _check_models(recipe: Recipe, base: Base, shapes_from: str, has_hub_data: bo
         return [*skipped, _unavailable("tokenizer", base.tokenizer or name, "tokens of data and prompts")]
     config = load_config(base)
     check_vocabulary(run.tokenizer(), config)
-    check_training_teacher(run)
+    for stage in stages:
+        stage.check_tokenizers(run, config)
     if has_hub_data:
         return [*skipped, "tokens of data and prompts, since some data is not local"]
-    check_documents(run, config)
+    for stage in stages:
+        stage.check_data(run, config)
     if recipe.locate.data is not None and recipe.splice is not None:
         context = getattr(config, "max_position_embeddings", None)
         own_prompts(recipe.locate.data, run.tokenizer(), recipe.locate.examples, context, config.vocab_size)
@@ -128,3 +133,39 @@ def _with_models_at_hand(recipe: Recipe, base: Base, file: Path | None) -> tuple
 def _unavailable(field: str, value: str, what: str) -> str:
     """Say what was not checked, and which model is missing."""
     return f"{what} ({field} {value} is not in the local cache of the Hub)"
+
+
+def at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
+    """Find the base's config, without a connection if possible.
+
+    A folder is used unchanged. A Hub id is looked up in the local cache, then in `configs/` next to the recipe. If
+    neither has it, loading requests the Hub.
+
+    Returns:
+        The base, and the folder in `configs/` if one is used (otherwise empty).
+    """
+    cached = cached_folder(base.model, "config.json", base.revision)
+    if Path(local_path(base.model)).exists() or cached is not None:
+        return base.model_copy(update={"model": str(cached or base.model)}), ""
+    owner, _, name = base.model.partition("/")
+    local = path.parent / "configs" / name if path is not None else None
+    if (
+        local is None
+        or not name
+        or "/" in name
+        or owner.startswith((".", "~"))
+        or not (local / "config.json").is_file()
+    ):
+        return base, ""
+    return base.model_copy(update={"model": str(local)}), str(local)
+
+
+def cached_folder(source: str, name: str, revision: str | None) -> Path | None:
+    """Find the folder in the Hub's local cache that has this file, or None."""
+    if Path(local_path(source)).exists():
+        return None
+    try:
+        file = try_to_load_from_cache(source, name, revision=revision)
+    except HFValidationError:
+        return None
+    return Path(file).parent if isinstance(file, str) else None

@@ -71,9 +71,9 @@ def paths_of(batch: EncodedBatch) -> Paths | None:
         owner += [b] * len(longest)
     if not paths:
         return None
-    ids = torch.tensor([(*path, *[-1] * (C - 1 - len(path))) for path in paths], device=choices_BKC.device)
-    owner_R, place_BK = torch.tensor(owner).to(ids.device), of_choice.to(ids.device)
-    return Paths(choices_BKC, ids.clamp(min=0), ids >= 0, owner_R, place_BK)
+    device = choices_BKC.device
+    ids = torch.tensor([(*path, *[-1] * (C - 1 - len(path))) for path in paths], device=device)
+    return Paths(choices_BKC, ids.clamp(min=0), ids >= 0, torch.tensor(owner).to(device), of_choice.to(device))
 
 
 def likelihoods(paths: Paths, logits: Sequence[Tensor]) -> Tensor:
@@ -84,19 +84,19 @@ def likelihoods(paths: Paths, logits: Sequence[Tensor]) -> Tensor:
     """
     B, K, C = paths.choices.shape
     rows_BK = torch.arange(B, device=paths.owner.device)[:, None].expand(B, K)
-    total_WBK = _log_p(logits[0], B, rows_BK, paths.choices[..., 0])
+
+    def log_p(logits: Tensor, rows: int, row_BK: Tensor, token_BK: Tensor) -> Tensor:
+        """(W,B,K) log-likelihood of one token of each choice, from (W*rows,V) logits."""
+        exact = logits.float() if logits.dtype.itemsize < 4 else logits
+        picked_WBK = exact.unflatten(0, (-1, rows))[:, row_BK, token_BK.clamp(min=0)]
+        return picked_WBK - exact.logsumexp(-1).unflatten(0, (-1, rows))[:, row_BK]
+
+    total_WBK = log_p(logits[0], B, rows_BK, paths.choices[..., 0])
     for c in range(1, C):
         token_BK = paths.choices[..., c]
-        next_WBK = _log_p(logits[c], len(paths), paths.of_choice, token_BK)
+        next_WBK = log_p(logits[c], len(paths), paths.of_choice, token_BK)
         total_WBK = total_WBK + next_WBK.masked_fill(token_BK < 0, 0)
     return total_WBK.masked_fill(paths.choices[..., 0] < 0, -math.inf)
-
-
-def _log_p(logits: Tensor, rows: int, row_BK: Tensor, token_BK: Tensor) -> Tensor:
-    """(W,B,K) log-likelihood of one token of each choice, from (W*rows,V) logits."""
-    exact = logits.float() if logits.dtype.itemsize < 4 else logits
-    picked_WBK = exact.unflatten(0, (-1, rows))[:, row_BK, token_BK.clamp(min=0)]
-    return picked_WBK - exact.logsumexp(-1).unflatten(0, (-1, rows))[:, row_BK]
 
 
 def arguments(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, past: int = 0) -> dict[str, Any]:
@@ -123,23 +123,19 @@ def branched(cache: Cache, rows: Tensor, first: int = 0) -> Cache:
     Args:
         first: lowest layer to copy; lower layers are shared, since they do not run.
     """
-    chosen = copy.copy(cache)
-    chosen.layers = []
-    for index, layer in enumerate(cache.layers):
-        new = layer if index < first else copy.copy(layer)
-        if index >= first:
-            for name, value in vars(layer).items():
-                if isinstance(value, dict):  # states by index
-                    setattr(new, name, {k: _rows(v, rows) for k, v in value.items()})
-                else:
-                    setattr(new, name, _rows(value, rows))
-        chosen.layers.append(new)
-    return chosen
 
+    def chosen(value: Any) -> Any:
+        """Rows of keys, values and states, which may be in a dict by index. Other fields stay unchanged."""
+        if isinstance(value, dict):
+            return {key: chosen(inner) for key, inner in value.items()}
+        return value.index_select(0, rows) if isinstance(value, Tensor) and value.ndim > 1 else value
 
-def _rows(value: Any, rows: Tensor) -> Any:
-    """Select rows of keys, values and states. Other fields of the cache stay unchanged."""
-    return value.index_select(0, rows) if isinstance(value, Tensor) and value.ndim > 1 else value
+    branch = snapshot(cache)
+    branch.layers[:first] = cache.layers[:first]
+    for new, layer in zip(branch.layers[first:], cache.layers[first:], strict=True):
+        for name, value in vars(layer).items():
+            setattr(new, name, chosen(value))
+    return branch
 
 
 def completed(cache: Cache, clean: Cache, variants: int, layer: int) -> Cache:
@@ -151,26 +147,22 @@ def completed(cache: Cache, clean: Cache, variants: int, layer: int) -> Cache:
         cache: its rows repeat those of `clean` for the variants.
         layer: lowest layer that ran, maybe in part.
     """
+
+    def either(partial: Any, clean: Any) -> Any:
+        """The entry of the partial pass, or the clean one if its mixer was skipped (fewer keys or a lower count)."""
+        if isinstance(clean, dict):
+            return {key: either(partial[key], inner) for key, inner in clean.items()}
+        if not isinstance(clean, Tensor):
+            return max(partial, clean) if isinstance(partial, int) else partial or clean
+        if isinstance(partial, Tensor) and partial.shape[1:] == clean.shape[1:]:
+            return partial
+        return clean.repeat(variants, *[1] * (clean.ndim - 1))
+
     whole = copy.copy(cache)
-    whole.layers = [*clean.layers[:layer], *cache.layers[layer:]]
-    whole.layers[layer] = copy.copy(cache.layers[layer])
+    whole.layers = [*clean.layers[:layer], copy.copy(cache.layers[layer]), *cache.layers[layer + 1 :]]
     for name, value in vars(clean.layers[layer]).items():
-        partial = vars(cache.layers[layer]).get(name)
-        if isinstance(value, dict):
-            value = {k: _either(partial[k], v, variants) for k, v in value.items()}
-        else:
-            value = _either(partial, value, variants)
-        setattr(whole.layers[layer], name, value)
+        setattr(whole.layers[layer], name, either(vars(cache.layers[layer]).get(name), value))
     return whole
-
-
-def _either(partial: Any, clean: Any, variants: int) -> Any:
-    """Select the entry of the partial pass, or the clean one if its mixer was skipped (fewer keys or a lower count)."""
-    if not isinstance(clean, Tensor):
-        return max(partial, clean) if isinstance(partial, int) else partial or clean
-    if isinstance(partial, Tensor) and partial.shape[1:] == clean.shape[1:]:
-        return partial
-    return clean.repeat(variants, *[1] * (clean.ndim - 1))
 
 
 def snapshot(cache: Cache) -> Cache:

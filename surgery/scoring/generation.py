@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +26,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError
-from surgery.probes.documents import Document, Question
+from surgery.probes.documents import Document, answer_list, expected_answers, max_answer_tokens
 from surgery.scoring.choices import row_bytes
 from surgery.scoring.ranking import ChoiceScores, check_logits, choice_scores, query_batches, ranked
-
-_SEPARATORS = " ,"  # between the answers of one list
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ def generate_answers(
         right_BN = likeliest_BN[:, :-1] == batch.input_ids[:, 1 - N :]
         answer_BN = torch.arange(N - 1, device=start_B.device) >= start_B[:, None]
         accuracies.append(((right_BN & answer_BN).sum(1) / answer_BN.sum(1)).cpu())
-        texts = _greedy_beginnings(batch.input_ids, likeliest_BN, right_BN | ~answer_BN, start_B, tokenizer)
+        followed_B = (right_BN | ~answer_BN).long().cumprod(1).sum(1)  # columns before the first wrong one
+        texts = _greedy_beginnings(batch.input_ids[:, -N:], likeliest_BN, start_B, followed_B, tokenizer)
         undecided = [b for b, (d, text) in enumerate(zip(chunk, texts, strict=True)) if _is_undecided(d, text)]
         for b, text in zip(undecided, _generated(model, tokenizer, [chunk[b] for b in undecided]), strict=True):
             texts[b] = text
@@ -107,8 +107,7 @@ def generate_answers(
         if chunk[0].questions[-1].choices:
             scores.append(_choice_scores(model, tokenizer, chunk, batch, logits_BNV))
     correct, begun = torch.tensor(matches).unbind(1)
-    fields = ("correct", "margin")
-    joined = ChoiceScores(*(torch.cat([getattr(s, name) for s in scores]) for name in fields)) if scores else None
+    joined = ChoiceScores(*(torch.cat(parts) for parts in zip(*scores, strict=True))) if scores else None
     return GeneratedAnswers(correct, begun, torch.cat(accuracies), joined)
 
 
@@ -119,21 +118,6 @@ def answer_batches(
     cut = [Document(d.task, d.text[: d.questions[-1].answer[1]], d.questions) for d in documents]
     chunks = [cut[start : start + batch_size] for start in range(0, len(cut), batch_size)]
     return [encode(chunk, tokenizer, padding_side="left") for chunk in chunks]
-
-
-def answer_list(document: Document) -> Sequence[Question]:
-    """Return the last question, preceded by the questions whose answers form one list with its answer."""
-    questions, first = document.questions, len(document.questions) - 1
-    while first and not document.text[questions[first - 1].answer[1] : questions[first].answer[0]].strip(_SEPARATORS):
-        first -= 1
-    return questions[first:]
-
-
-def expected_answers(document: Document) -> tuple[list[str], bool]:
-    """Return the texts of the answers, and False if the answer has no end, as for a copied passage."""
-    questions = answer_list(document)
-    unbounded = questions[0].value is not None and questions[0].value == questions[0].segment
-    return [document.text[slice(*q.answer)].strip() for q in questions], not unbounded
 
 
 def is_match(text: str, answers: Sequence[str], bounded: bool) -> bool:
@@ -152,12 +136,6 @@ def is_match(text: str, answers: Sequence[str], bounded: bool) -> bool:
     return not (bounded and continues)
 
 
-def max_answer_tokens(document: Document) -> int:
-    """Upper bound on the tokens of the answer, plus one: a token has at least one byte."""
-    questions = answer_list(document)
-    return len(document.text[questions[0].answer[0] : questions[-1].answer[1]].encode()) + 1
-
-
 def exact_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], batch_size: int
 ) -> ExactAnswers:
@@ -171,28 +149,28 @@ def exact_answers(
         ProbeError: a document has no question.
     """
     correct, first_token, wanted, generated = [], [], [], []
+    end = tokenizer.eos_token
     for start in range(0, len(documents), batch_size):
         chunk = documents[start : start + batch_size]
         prompts = encode(chunk, tokenizer, padding_side="left", until_answer=True).to(model.device)
-        cut = [Document(d.task, d.text[: d.questions[-1].answer[1]]) for d in chunk]
-        whole = encode(cut, tokenizer)
-        prompt_B = prompts.attention_mask.sum(1).cpu()
-        answer_B = (whole.attention_mask.sum(1) - prompt_B).tolist()
-        first_B = whole.input_ids.gather(1, prompt_B[:, None])[:, 0].tolist()
-        lengths = [n - _has_end_token(d, tokenizer) for n, d in zip(answer_B, chunk, strict=True)]
-        new_BN = generate_greedy(model, prompts, max(lengths) + 1, tokenizer.eos_token_id)
-        answers = [
-            ids[n : n + k] for ids, n, k in zip(whole.input_ids.tolist(), prompt_B.tolist(), lengths, strict=True)
+        whole = encode([Document(d.task, d.text[: d.questions[-1].answer[1]]) for d in chunk], tokenizer)
+        prompt_B, whole_B = (batch.attention_mask.sum(1).tolist() for batch in (prompts, whole))
+        ended = [end is not None and d.text.endswith(str(end)) for d in chunk]
+        answers = [  # without the end token
+            ids[before : total - has_end]
+            for ids, before, total, has_end in zip(whole.input_ids.tolist(), prompt_B, whole_B, ended, strict=True)
         ]
-        for document, ids, answer, first in zip(chunk, new_BN.tolist(), answers, first_B, strict=True):
+        new_BN = generate_greedy(model, prompts, max(map(len, answers)) + 1, tokenizer.eos_token_id)
+        rows = zip(chunk, new_BN.tolist(), answers, prompt_B, whole.input_ids.tolist(), ended, strict=True)
+        for document, ids, answer, before, all_ids, has_end in rows:
+            first_token.append(ids[:1] == [all_ids[before]])
             text = document.text[slice(*document.questions[-1].answer)]
-            first_token.append(ids[:1] == [first])
             if tokenizer.eos_token_id in ids:
                 ids = ids[: ids.index(tokenizer.eos_token_id)]
-            if not _has_end_token(document, tokenizer):
-                ids = ids[: len(answer)]
+            if has_end:
+                text = text.removesuffix(str(end))
             else:
-                text = text.removesuffix(str(tokenizer.eos_token))
+                ids = ids[: len(answer)]
             wanted.append(text)
             generated.append(str(tokenizer.decode(ids)))
             compared = str(tokenizer.decode(ids[: len(answer) + 1])).strip()  # not what only a longer answer asked for
@@ -208,14 +186,8 @@ def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: i
         end: id of the end token; generation never stops if None.
     """
     fill = end if end is not None else 0
-    settings = GenerationConfig(
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        eos_token_id=end,
-        pad_token_id=fill,
-    )
+    length: dict[str, Any] = {"max_new_tokens": max_tokens, "eos_token_id": end, "pad_token_id": fill}
+    settings = GenerationConfig(do_sample=False, num_beams=1, repetition_penalty=1.0, **length)
     own = getattr(model, "generation_config", None)
     model.generation_config = settings  # `generate` would take what `settings` leaves open from the model's own
     try:
@@ -245,13 +217,10 @@ def check_beams(model: PreTrainedModel, tokens: int, memory: int) -> None:
 
 
 def _greedy_beginnings(
-    ids_BT: Tensor, likeliest_BN: Tensor, right_BN: Tensor, start_B: Tensor, tokenizer: PreTrainedTokenizerBase
+    ids_BN: Tensor, likeliest_BN: Tensor, start_B: Tensor, followed_B: Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
     """Beginning of each greedy text: the answer's tokens while they are the most likely, then the most likely one."""
-    N = likeliest_BN.shape[1]
-    followed_B = right_BN.long().cumprod(1).sum(1)  # number of columns before the first wrong one
-    columns = (ids_BT[:, ids_BT.shape[1] - N :], likeliest_BN, start_B, followed_B)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
+    rows = zip(*(column.tolist() for column in (ids_BN, likeliest_BN, start_B, followed_B)), strict=True)
     return list(tokenizer.batch_decode([[*ids[start + 1 : end + 1], top[end]] for ids, top, start, end in rows]))
 
 
@@ -286,13 +255,6 @@ def _choice_scores(
     """Rank the choices from the logits of the same pass. Choices of several tokens need a separate pass."""
     if bool((batch.choice_rest >= 0).any()):
         return ranked(model, query_batches(chunk, tokenizer, len(chunk)))
-    rows = torch.arange(len(chunk), device=logits_BNV.device)
-    last_B = (batch.gold >= 0).sum(1) - 1
-    column_B = batch.query[rows, last_B] - (batch.input_ids.shape[1] - logits_BNV.shape[1])
-    scores = choice_scores(logits_BNV[rows, column_B], batch)
+    column_B = batch.of_last_question(batch.query) - (batch.input_ids.shape[1] - logits_BNV.shape[1])
+    scores = choice_scores(logits_BNV[torch.arange(len(chunk), device=column_B.device), column_B], batch)
     return ChoiceScores(scores.correct.cpu(), scores.margin.cpu())
-
-
-def _has_end_token(document: Document, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if the end token follows the document's answer."""
-    return tokenizer.eos_token is not None and document.text.endswith(str(tokenizer.eos_token))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from surgery.scoring.choices import paths_of, scored_choices
 LARGEST = 1e100  # larger perplexities are reported as this number
 
 
-@dataclass(frozen=True)
-class ChoiceScores:
+class ChoiceScores(NamedTuple):
     """Scores of one question of each document.
 
     Attributes:
@@ -41,15 +40,11 @@ def choice_scores(logits_BV: Tensor, batch: EncodedBatch) -> ChoiceScores:
     Raises:
         ProbeError: the choices differ in later tokens only.
     """
-    return compared(first_token_scores(logits_BV, batch), batch.last_question()[1])
+    return compared(_first_token_scores(logits_BV, batch), batch.last_question()[1])
 
 
-def first_token_scores(logits_BV: Tensor, batch: EncodedBatch) -> Tensor:
-    """Collect the logits of the choices at each row's last query: (B,K), -inf where there is no choice.
-
-    Raises:
-        ProbeError: the choices differ in later tokens only.
-    """
+def _first_token_scores(logits_BV: Tensor, batch: EncodedBatch) -> Tensor:
+    """Collect the logits of the choices at each row's last query: (B,K), -inf where there is no choice."""
     choices_BKC, _ = batch.last_question()
     if bool((choices_BKC[..., 1:] >= 0).any()):
         hint = "This method scores choices by one token. Set values of one token each, or use ablation."
@@ -94,7 +89,7 @@ def ranked(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> ChoiceSco
         ModelError: a logit is NaN or infinite.
     """
     scores = [compared(*_likelihoods(model, batch.to(model.device))) for batch in batches]
-    return ChoiceScores(torch.cat([s.correct for s in scores]).cpu(), torch.cat([s.margin for s in scores]).cpu())
+    return ChoiceScores(*(torch.cat(parts).cpu() for parts in zip(*scores, strict=True)))
 
 
 @torch.no_grad()
@@ -125,7 +120,7 @@ def _likelihoods(model: PreTrainedModel, batch: EncodedBatch) -> tuple[Tensor, T
         return scores_BK, gold_B
     output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
     check_logits(model, output.logits[:, -1])
-    return first_token_scores(output.logits[:, -1], batch), gold_B
+    return _first_token_scores(output.logits[:, -1], batch), gold_B
 
 
 @torch.no_grad()
@@ -191,8 +186,5 @@ def check_logits(model: PreTrainedModel, logits: Tensor) -> None:
 
 def _not_finite(model: PreTrainedModel) -> ModelError:
     value = f"the logits of {model.name_or_path or type(model).__name__} are NaN or infinite"
-    return ModelError(
-        "base.model",
-        value,
-        "Its training diverged, or the range of base.dtype is too small. Set base.dtype to float32.",
-    )
+    hint = "Its training diverged, or the range of base.dtype is too small. Set base.dtype to float32."
+    return ModelError("base.model", value, hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from matplotlib.figure import Figure
 
 import surgery.export.reload as surgery_reload
 from tests.support import processes
@@ -25,8 +27,8 @@ SMALL = (
     f"base.model={BASE}",
     "locate.examples=8",
     "locate.batch_size=8",
-    "locate.pairs=8",
-    "locate.filler=[0, 4]",
+    "locate.pairs=20",
+    "locate.filler=[0, 12]",
     "train.steps=6",
     "train.save_every=2",
     "train.sources.0.rows=2",
@@ -46,10 +48,8 @@ SMALL = (
     "evaluate.sentences=8",
     "evaluate.efficiency={lengths: [16], new_tokens: 1, repeats: 1}",
 )
-# A run of seconds, for what does not depend on the numbers. Its results are of four prompts.
-QUICK = (
-    *SMALL,
-    "locate.examples=4",
+# A run of seconds, for what does not depend on the numbers: its results are of four prompts.
+_QUICK = (
     "locate.methods=[patching, sharpen]",
     "train.steps=2",
     "evaluate.tasks=[kv_retrieval, perplexity]",
@@ -59,6 +59,7 @@ QUICK = (
     "evaluate.efficiency=null",
     "evaluate.generate=[]",
 )
+QUICK = (*(word for word in SMALL if word.split("=")[0] not in {w.split("=")[0] for w in _QUICK}), *_QUICK)
 
 
 def surgery(*words: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -93,13 +94,25 @@ def run_small(cwd: Path, *overrides: str, options: tuple[str, ...] = ()) -> subp
     return surgery("run", str(RECIPE), *SMALL, *overrides, *options, cwd=cwd)
 
 
+_SAVEFIG = Figure.savefig
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEANl9ngAAAAABJRU5ErkJggg==")
+
+
+def _draw_nothing(figure: Figure, path: Path, **options: Any) -> None:
+    path.write_bytes(PIXEL if path.suffix == ".png" else b"<svg xmlns='http://www.w3.org/2000/svg'/>")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def forked_reloads() -> Iterator[None]:
-    """Reload exports in a forked child of a process without this library, not in a new process each time."""
+def quick_commands() -> Iterator[pytest.MonkeyPatch]:
+    """Commands reload exports in a child of a process without this library, and write figures of one pixel.
+
+    Without the second, a third of a short run is drawing. The run of `finished` draws.
+    """
     processes.import_library()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(surgery_reload, "subprocess", processes.Reloads())
-        yield
+        patch.setattr(Figure, "savefig", _draw_nothing)
+        yield patch
 
 
 @pytest.fixture(scope="session")
@@ -110,13 +123,15 @@ def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished(shared: Path) -> Path:
+def finished(shared: Path, quick_commands: pytest.MonkeyPatch) -> Path:
     """The run folder of one finished small quickstart, the same for all workers; read it, do not change it."""
     cwd = shared / "finished"
     with FileLock(f"{cwd}.lock"):
         if not cwd.is_dir():
             cwd.mkdir()
-            done = run_small(cwd)
+            with quick_commands.context() as patch:
+                patch.setattr(Figure, "savefig", _SAVEFIG)
+                done = run_small(cwd)
             assert done.returncode == 0, done.stderr
             (cwd / "printed").write_text(done.stdout)
     return cwd / "runs" / "quickstart"

@@ -1,150 +1,157 @@
-"""Reading safely and lightly, as a user does it: the command line, the Hub's cache, a checkpoint of five gigabytes."""
+"""Commands beside `run`: what they print, what they import, and how they read checkpoints."""
 
 from __future__ import annotations
 
 import json
-import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+import yaml
+from huggingface_hub import constants
 
-from surgery.models import mamba_ssm_format
-from surgery.models.sizes import meta_model
-from tests.integration.conftest import PICO_MAMBA2 as BASE
-from tests.integration.conftest import surgery
+from surgery.errors import ModelError
+from surgery.models.loading import load_model, revision_of
+from surgery.recipe import Base
+from tests.integration.conftest import BASE, EXPORT, PICO_MAMBA2, RECIPE, ROOT, SMALL, refused, surgery, with_path
+from tests.support import processes
 from tests.support.mamba2attn import attn_model
 from tests.support.mamba_ssm_files import PADDED, tiny, write
-from tests.support.processes import stock
 
-GIB = 2**30
-
-
-def write_sparse(folder: Path, layers: int) -> int:
-    """A checkpoint of mamba_ssm's that is all zeros but for two tensors, in a file that is a hole; its bytes."""
-    data = {"d_model": 2048, "n_layer": layers, "vocab_size": 50277, "pad_vocab_size_multiple": 16}
-    config = mamba_ssm_format.convert_config({**data, "ssm_cfg": {"layer": "Mamba2"}})
-    model = meta_model(config)
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in model.state_dict().items():
-        if name != "lm_head.weight":
-            begin, end = end, end + 4 * tensor.numel()
-            own = name.replace("embeddings", "embedding")
-            header[own] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**data, "ssm_cfg": {"layer": "Mamba2"}}))
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
-        for layer in (0, layers - 1):
-            name = f"backbone.layers.{layer}.mixer.out_proj.weight"
-            file.seek(8 + len(text) + header[name]["data_offsets"][0])
-            file.write(torch.full(header[name]["shape"], layer + 1.0).numpy().data)
-    return end
+PROMPT = "Question: What is the job of"
 
 
-def peak_of(*arguments: str, cwd: Path) -> int:
-    """Bytes that the command had resident at most. Its parent is fresh: no other child is counted."""
-    code = (
-        "import resource, subprocess, sys\n"
-        "done = subprocess.run([sys.executable, '-m', 'surgery', *sys.argv[1:]])\n"
-        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
-        "sys.exit(done.returncode)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True)
+def test_inspect_generate_validate_schema_and_help(tmp_path: Path) -> None:
+    base, hybrid = (surgery("inspect", str(folder), cwd=tmp_path).stdout for folder in (BASE, EXPORT))
+    assert "backbone.layers.3.mixer" in base and "spliced heads" in hybrid
+    command = ("generate", str(EXPORT), PROMPT, "--max-new-tokens", "3")
+    quiet, verbose = (surgery(option, *command, cwd=tmp_path).stdout for option in ("-q", "-v"))
+    assert quiet == verbose and quiet.startswith(PROMPT) and len(quiet) > len(PROMPT) + 1
+    valid = surgery("validate", str(RECIPE), "train.steps=17", cwd=tmp_path)
+    assert yaml.safe_load(valid.stdout)["train"]["steps"] == 17
+    schema = json.loads(surgery("schema", cwd=tmp_path).stdout)
+    assert {"name", "base", "locate", "splice", "train", "evaluate", "export"} <= set(schema["properties"])
+    text = surgery("--help", cwd=tmp_path).stdout
+    stages = ("run", "locate", "plan", "splice", "train", "evaluate", "export", "inspect", "generate", "schema")
+    assert [command for command in stages if command not in text] == []
+
+
+def test_pretrain_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "pretrain-pico.yaml"
+    small = ["train.steps=2", "evaluate.examples=4", "evaluate.sentences=4", "evaluate.pairs=[4]"]
+    done = surgery("pretrain", str(recipe), *small, "--to", "made", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
+    assert surgery("inspect", "./made", cwd=tmp_path).returncode == 0
+    assert "surgery pretrain" in (tmp_path / "made" / "README.md").read_text()
+    assert not (tmp_path / "made.steps").exists()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="files with holes")
-def test_five_gigabytes_are_converted_in_three(tmp_path: Path) -> None:
-    size = write_sparse(tmp_path / "large", layers=48)
-    assert size > 4.7 * GIB
-    peak = peak_of("convert", "./large", "new", cwd=tmp_path)
-    assert peak < 3 * GIB
-    index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == size
-    for layer in (0, 47):
-        name = f"backbone.layers.{layer}.mixer.out_proj.weight"
-        with safe_open(tmp_path / "new" / index["weight_map"][name], "pt") as file:
-            assert bool((file.get_tensor(name) == layer + 1.0).all())
-    held = sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*.safetensors"))
-    assert held < 0.5 * GIB  # or this test would fill disks
+def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
+    """Any method by itself; nothing beyond what was asked for."""
+    given = (str(RECIPE), *SMALL, "locate.methods=[attribution]", "splice.select=attribution")
+    done = surgery("locate", *given, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "quickstart"
+    first = json.loads((folder / "heads.json").read_text())["heads"][0]
+    assert set(first["scores"]) == {"attribution"} and first["role"] == "unmeasured" and first["head"] in done.stdout
+    assert all(text in done.stdout for text in ("locate.html", "forward passes", "held on a device"))
+    assert (folder / "locate.html").stat().st_size > 10_000 and (folder / "heads.csv").read_text().count("\n") == 33
+    again = surgery("--quiet", "locate", *given, cwd=tmp_path)
+    assert again.returncode == 0 and "locate.html" in again.stdout and "measuring" not in again.stdout
+    assert (folder / "run.log").read_text().count("locate  measuring every head") == 2
+    assert "Add sharpen to locate.methods" in refused("plan", *given, cwd=tmp_path)
 
 
-def test_convert_then_inspect_generate_and_a_stranger(tmp_path: Path) -> None:
+def test_a_closed_or_broken_output_follows_the_conventions_of_the_shell(tmp_path: Path) -> None:
+    """Nobody reads: 141 without a word. Closed: as /dev/null, and no file of the command takes the number."""
+    command = f"{sys.executable} -m surgery"
+    for words, code in (
+        (f"{command} schema | true; exit ${{PIPESTATUS[0]}}", 141),
+        (f"{command} show nothing 2>&1 | true; exit ${{PIPESTATUS[0]}}", 141),
+        (f"{command} recipes <&- >&-", 0),
+        (f"{command} show nothing <&- >&- 2>&-", 2),
+    ):
+        done = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", ""), words
+
+
+# Runs several command lines in one process, then prints which of some modules are imported.
+IMPORTED = """
+import json, sys
+from typer.testing import CliRunner
+from surgery.cli import app
+commands, watched = json.loads(sys.argv[1])
+for words in commands:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, (words, result.output, result.exception)
+print(json.dumps(sorted(set(watched) & sys.modules.keys())))
+"""
+LIGHT = [["--version"], ["--help"], ["recipes"], ["recipes", "show", "quickstart"], ["schema"],
+         ["schema", "--pretrain"], ["schema", "--analysis"], ["show", "checkpoints/quickstart"],
+         ["validate", "pretrain-pico"], ["validate", "quickstart", "base.model=owner/not-in-the-cache"]]  # fmt: skip
+HELP = ["run", "finetune", "sweep", "locate", "train", "analyse", "pretrain", "validate", "show", "inspect", "generate",
+        "convert", "compare", "verify", "publish", "examples", "init", "recipes"]  # fmt: skip
+DRAWING_AND_DATA = ["matplotlib", "peft", "datasets", "pandas", "pyarrow", "lm_eval", "scipy.stats", "bitsandbytes"]
+
+
+def test_commands_import_no_library_that_they_do_not_need() -> None:
+    """Those that compute nothing start without torch; those that draw nothing without libraries of figures and data."""
+    light = [*LIGHT, *([name, "--help"] for name in HELP)]
+    for commands, watched in (
+        (light, ["torch", "transformers", "accelerate", *DRAWING_AND_DATA]),
+        ([["inspect", "checkpoints/pico-far"], ["validate", "quickstart"]], DRAWING_AND_DATA),
+    ):
+        command = [sys.executable, "-c", IMPORTED, json.dumps([commands, watched])]
+        environment = with_path(HF_HUB_OFFLINE="1")
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_convert_then_inspect_and_a_stranger(tmp_path: Path) -> None:
+    """A checkpoint of mamba_ssm with attention layers: transformers loads what is written, without this library."""
     model = attn_model("mlp", vocab_size=PADDED)
     write(tmp_path / "own", model)
-    for file in BASE.glob("tokenizer*"):
+    for file in PICO_MAMBA2.glob("tokenizer*"):
         (tmp_path / "own" / file.name).write_bytes(file.read_bytes())
     done = surgery("convert", "./own", "new", "--dtype", "float32", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "in 1 file" in done.stdout
+    assert done.returncode == 0 and "in 1 file" in done.stdout, done.stderr
     assert (tmp_path / "new" / "tokenizer.json").is_file()
+    assert surgery("inspect", "./new", cwd=tmp_path).returncode == 0
     code = (
         "import sys; sys.modules['surgery'] = None\n"
         "import torch; from transformers import AutoModelForCausalLM\n"
         "m = AutoModelForCausalLM.from_pretrained('./new', trust_remote_code=True).eval()\n"
         "print(m(torch.arange(9)[None]).logits.double().sum().item())"
     )
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    alone = stock().run(["-c"], tmp_path, environment, code)
+    alone = processes.stock().run(["-c"], tmp_path, with_path(HF_MODULES_CACHE=str(tmp_path / "modules")), code)
     assert alone.returncode == 0, alone.stderr
     with torch.no_grad():
         expected = model(torch.arange(9)[None]).logits.double().sum().item()
     assert float(alone.stdout.split()[-1]) == pytest.approx(expected, abs=1e-3)
 
 
-def cache(folder: Path, name: str, commits: dict[str, Path]) -> None:
-    """A cache of the Hub's client: `commits` are revisions and the folders whose files they hold."""
-    repository = folder / f"models--{name.replace('/', '--')}"
-    for number, (revision, files) in enumerate(commits.items()):
-        commit = f"{number + 1:040x}"
-        (repository / "refs").mkdir(parents=True, exist_ok=True)
-        (repository / "refs" / revision).write_text(commit)
-        (repository / "snapshots").mkdir(exist_ok=True)
-        os.symlink(files, repository / "snapshots" / commit)
-
-
-_ON_THE_HUB = """
-import json, sys, torch
-from surgery.models.loading import load_config, load_model, revision_of
-from surgery.errors import ModelError
-from surgery.recipe import Base
-found = {}
-for name in sys.argv[1:]:
-    base = Base(model=name)
-    try:
-        model = load_model(base)
+def test_ids_of_the_hub_come_from_its_cache_when_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"main": tiny("Mamba2"), "v1": tiny("Mamba1")}
+    repository = tmp_path / "hub" / "models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    for number, (revision, model) in enumerate(models.items(), start=1):
+        (repository / "refs" / revision).write_text(f"{number:040x}")
+        (repository / "snapshots" / f"{number:040x}").parent.mkdir(exist_ok=True)
+        if revision == "main":
+            (repository / "snapshots" / f"{number:040x}").symlink_to(write(tmp_path / "a", model, "sharded bin"))
+        else:
+            model.save_pretrained(repository / "snapshots" / f"{number:040x}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name, model, commit in (("org/tiny", models["main"], 1), ("org/tiny@v1", models["v1"], 2)):
+        base = Base(model=name)
+        loaded = load_model(base)
+        assert (type(loaded), revision_of(base)) == (type(model), f"{commit:040x}")
         with torch.no_grad():
-            logits = model(torch.arange(9)[None]).logits
-        found[name] = [type(model).__name__, logits.double().sum().item(), revision_of(base)]
-    except ModelError as error:
-        found[name] = str(error)
-print(json.dumps(found))
-"""
-
-
-def test_ids_of_the_hub_come_from_its_cache_when_offline(tmp_path: Path) -> None:
-    first, second = tiny("Mamba2"), tiny("Mamba1")
-    second.save_pretrained(tmp_path / "b")
-    cache(tmp_path / "hub", "org/tiny", {"main": write(tmp_path / "a", first, "sharded bin"), "v1": tmp_path / "b"})
-    names = ["org/tiny", "org/tiny@v1", "org/tiny@v2", "org/other"]
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", _ON_THE_HUB, *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    with torch.no_grad():
-        sums = [model(torch.arange(9)[None]).logits.double().sum().item() for model in (first, second)]
-    assert found["org/tiny"] == ["Mamba2ForCausalLM", pytest.approx(sums[0]), f"{1:040x}"]
-    assert found["org/tiny@v1"] == ["MambaForCausalLM", pytest.approx(sums[1]), f"{2:040x}"]
-    assert "org/tiny" in found["org/tiny@v2"]
-    assert "org/other" in found["org/other"]
+            found, expected = (m(torch.arange(9)[None]).logits for m in (loaded, model))
+        torch.testing.assert_close(found, expected)
+    for name, said in (("org/tiny@v2", "org/tiny"), ("org/other", "org/other")):
+        with pytest.raises(ModelError, match=said):
+            load_model(Base(model=name))

@@ -31,7 +31,11 @@ from surgery.models.lookup import geometry_of
 from surgery.recipe import Export, Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from surgery.testing.pico import (
+from surgery.types import HeadId, HeadSet, ScoredHead
+from tests.integration.conftest import ROOT
+from tests.support.battery import trained
+from tests.support.exports import in_this_process
+from tests.support.pico import (
     SPLICED_FAMILIES,
     pico_base,
     pico_hybrid,
@@ -40,10 +44,6 @@ from surgery.testing.pico import (
     random_site,
     randomise,
 )
-from surgery.types import HeadId, HeadSet, ScoredHead
-from tests.integration.conftest import ROOT
-from tests.support.battery import trained
-from tests.support.exports import in_this_process
 from tests.support.processes import Started, module_script, stock
 
 

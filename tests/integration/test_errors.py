@@ -129,7 +129,8 @@ def test_validate_finds_what_a_run_would_refuse(tmp_path: Path) -> None:
         ("export.chat_template=nowhere.jinja",): ("export.chat_template", "nowhere.jinja"),
     }.items()}  # fmt: skip
     for data, words in {
-        "no": ("no.jsonl", "No such file"), "bad": ("bad.jsonl:2", "answer"), "one": ("one.jsonl", "no row is", "holdout")
+        "no": ("no.jsonl", "No such file"), "bad": ("bad.jsonl:2", "answer"),
+        "one": ("one.jsonl", "no row is", "holdout"),
     }.items():  # fmt: skip
         given = (f"base.model={EXPORT}", f"train.sources.0.data.path={data}.jsonl")
         cases["validate", "finetune", *given] = words

@@ -17,10 +17,10 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from surgery.testing.pico import pico_base, pico_tokenizer
 from tests.integration.conftest import PICO_MAMBA2 as BASE
 from tests.integration.conftest import ROOT
 from tests.support.exports import list_again
+from tests.support.pico import pico_base, pico_tokenizer
 from tests.support.processes import library
 
 HEADINGS = (

@@ -20,8 +20,7 @@ from surgery.data.offsets import for_prompts, tokenized
 from surgery.errors import RecipeError
 from surgery.evaluate import lm_eval as harness
 from surgery.evaluate.lm_eval import _lengths_of, check_tasks, run_lm_eval
-from surgery.evaluate.lm_eval_files import lm_eval_groups
-from surgery.lm_eval_tasks import FOLDER
+from surgery.evaluate.lm_eval_files import lm_eval_groups, tasks_folder
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
 from surgery.recipe import Base, LmEval
@@ -59,7 +58,8 @@ def test_the_command_gives_the_same_answers_prompt_by_prompt(tmp_path: Path) -> 
     code = "import sys; sys.modules['surgery'] = None; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
     command = [
         "lm_eval", "--model", "hf",
-        "--model_args", f"pretrained={model},trust_remote_code=True,max_length=4096", "--include_path", str(FOLDER),
+        "--model_args", f"pretrained={model},trust_remote_code=True,max_length=4096",
+        "--include_path", str(tasks_folder()),
         "--tasks", ",".join(tasks), "--device", "cpu", "--batch_size", "16", "--limit", str(LIMIT),
         "--output_path", str(tmp_path / "out"), "--log_samples",
     ]  # fmt: skip
@@ -180,7 +180,7 @@ def test_lengths_of_prompts_reach_the_tasks(tmp_path: Path, monkeypatch: pytest.
     for name in ("lengths_of_texts", "babilong_like"):
         (tmp_path / f"{name}.yaml").write_text(LENGTHS_TASK.format(name=name))
     (tmp_path / "lengths.py").write_text(LENGTHS_CODE)
-    monkeypatch.setattr(harness, "FOLDER", tmp_path)
+    monkeypatch.setattr(harness, "tasks_folder", lambda: tmp_path)
     # Without lm-eval's own tasks, whose 14,000 files take ten seconds to read for each length.
     monkeypatch.setattr(
         harness_tasks, "TaskManager", functools.partial(harness_tasks.TaskManager, include_defaults=False)

@@ -13,9 +13,9 @@ import torch
 
 from surgery.errors import DataError, RunError
 from surgery.recipe import Train
-from surgery.testing.pico import pico_base, pico_tokenizer
 from surgery.train.step_loader import steps_of
 from surgery.train.training import train_model
+from tests.support.pico import pico_base, pico_tokenizer
 
 
 @dataclass(frozen=True)

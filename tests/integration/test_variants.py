@@ -19,8 +19,8 @@ from surgery.recipe.yaml import read_mapping
 from surgery.run.context import Run
 from surgery.run.evaluate_stage import _teacher_arm
 from surgery.splice.state_size import cut_from_json
-from surgery.testing.pico import pico_family, tokens
 from tests.integration.conftest import BASE, QUICK, RECIPE, SMALL, run_small, surgery
+from tests.support.pico import pico_family, tokens
 
 SIZE = 4
 DISTILS = "train.sources.0.weights.distil=1.0"

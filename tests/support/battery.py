@@ -18,8 +18,8 @@ from surgery.models.runtime import requires_grad
 from surgery.models.sizes import kv_bytes_per_token, own_kv_bytes_per_token, sizes_of, state_bytes
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
-from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, randomise, tokens
 from surgery.types import Graft, MixerSpec, Plan
+from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, randomise, tokens
 
 every_family = pytest.mark.parametrize("name", FAMILY_NAMES)
 every_spliced = pytest.mark.parametrize("name", SPLICED_FAMILIES)

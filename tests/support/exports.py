@@ -18,9 +18,9 @@ from surgery.export.files import RECORD, fingerprints
 from surgery.export.folder import export_model
 from surgery.export.reload import SAMPLE
 from surgery.export.verify import verify_folder
-from surgery.testing.pico import pico_tokenizer
 from surgery.types import HeadId, HeadSet, ScoredHead
 from tests.support.battery import base, logits, plan_of, trained
+from tests.support.pico import pico_tokenizer
 
 
 def in_this_process(folder: Path, ids: Tensor, dtypes: Any, remote_code: bool = True) -> dict[str, Tensor]:

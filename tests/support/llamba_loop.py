@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surgery.hybrid import LlambaConfig, LlambaForCausalLM
-from surgery.testing.pico import HEADS, HIDDEN, STATE, pico_family_config, pico_site, randomise
+from tests.support.pico import HEADS, HIDDEN, STATE, pico_family_config, pico_site, randomise
 
 HEAD_DIM = HIDDEN // HEADS
 Weights = dict[str, Tensor]

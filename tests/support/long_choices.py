@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from surgery.data.encoding import EncodedBatch
-from surgery.testing.pico import pico_tokenizer, prompts
+from tests.support.pico import pico_tokenizer, prompts
 
 # What changes the model while prompt `b`, of so many tokens, runs with its choices behind it.
 Change = Callable[[int, int], AbstractContextManager[None]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM
-from surgery.testing.pico import PAD, VOCAB, randomise
+from tests.support.pico import PAD, VOCAB, randomise
 
 # Names of the cases: `attn_cfg` beside `num_heads`, and whether there are MLPs.
 CASES: dict[str, tuple[dict[str, Any], int]] = {

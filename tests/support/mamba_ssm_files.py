@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from surgery.testing.pico import randomise
+from tests.support.pico import randomise
 
 Kind = Literal["bin", "legacy bin", "sharded bin", "safetensors"]
 KINDS: tuple[Kind, ...] = ("bin", "legacy bin", "sharded bin", "safetensors")

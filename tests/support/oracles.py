@@ -21,8 +21,8 @@ from surgery.locate.ablation_sweep import Variant, ablated_while_running, change
 from surgery.locate.baselines import bias_alone, head_factors, logits_at_query, margin_slopes
 from surgery.locate.clean_run import CleanPass, CleanRun
 from surgery.models.lookup import mixer_of
-from surgery.probes.documents import Document
-from surgery.scoring.generation import GeneratedAnswers, answer_list, expected_answers, is_match, max_answer_tokens
+from surgery.probes.documents import Document, answer_list, expected_answers, max_answer_tokens
+from surgery.scoring.generation import GeneratedAnswers, is_match
 from surgery.scoring.ranking import ChoiceScores, answer_choices
 from surgery.train.divergence import Kind
 from surgery.types import HeadId

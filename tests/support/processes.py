@@ -58,10 +58,7 @@ class Started:
         late = not select.select([self.end], [], [], timeout)[0]
         if late:
             os.kill(self.pid, signal.SIGKILL)
-        if self.line is None:
-            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        else:
-            code = int(_line_of(self.end))
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]) if self.line is None else int(_line_of(self.end))
         os.close(self.end)
         self.end = -1
         texts = [(self.folder / name).read_text("utf-8", "replace") for name in ("out", "err")]
@@ -208,10 +205,15 @@ def module_script(name: str) -> str:
 
 def import_library() -> None:
     """Import what a command may need, so that children need not."""
+
     import surgery.cli
     import surgery.export.gguf_converter
     import surgery.export.reload
     import surgery.models.convert
+    import surgery.report.figures.attention
+    import surgery.report.figures.costs
+    import surgery.report.figures.curves
+    import surgery.report.figures.heatmaps
     import surgery.reproduce.analysis
     import surgery.run.dry_run
     import surgery.run.pipeline

@@ -11,8 +11,8 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Recipe, check_recipe
 from surgery.recipe.methods import all_columns
 from surgery.report.heads_page import Prompt
-from surgery.testing.pico import pico_config
 from surgery.types import Graft, HeadId, HeadSet, Interval, Plan, Role, ScoredHead
+from tests.support.pico import pico_config
 
 EFFECTS = [column.name for column in all_columns().values() if column.effect]
 ROLES: tuple[Role, ...] = ("neither", "gather", "aggregate", "both")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Splice, Teacher
 from surgery.splice.plan import make_plan
-from surgery.testing.pico import pico_family
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead
+from tests.support.pico import pico_family
 
 
 def teacher_of(name: str, **more):

@@ -17,7 +17,7 @@ import pytest
 from surgery.data.documents import Reader
 from surgery.data.user import IndexedDocuments
 from surgery.recipe import Source, load_recipe, shipped
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECORDS = run_path(str(EXAMPLES / "records.py"))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "tickets.py"
 LINES: list[dict[str, Any]] = [run_path(str(SCRIPT))["ticket_line"](Random(i)) for i in range(40)]

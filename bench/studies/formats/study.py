@@ -89,7 +89,7 @@ def main() -> int:
     arguments.add_argument("--only", choices=ARMS)
     arguments.add_argument("--report", action="store_true", help="run nothing")
     arguments.add_argument("--folder", type=Path, default=ROOT / "runs" / "formats")
-    arguments.add_argument("--json", type=Path, default=ROOT / "docs" / "evidence" / "formats")
+    arguments.add_argument("--json", type=Path, default=ROOT / "paper" / "evidence" / "formats")
     arguments.add_argument("--page", type=Path, help="page with `<!-- begin formats -->` and `<!-- end formats -->`")
     options = arguments.parse_args()
     quiet_on_one_thread()

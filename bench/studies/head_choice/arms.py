@@ -100,7 +100,7 @@ class Budget(arms.Budget):
         )
 
 
-SHORT = Budget(steps=100, warmup=10, new_heads_lr=2e-2, examples=400)  # the steps and rates of docs/EVIDENCE.md
+SHORT = Budget(steps=100, warmup=10, new_heads_lr=2e-2, examples=400)  # the steps and rates of paper/EVIDENCE.md
 
 Choices = Mapping[str, Any]  # content of a file in choices/; see `choosers.measure`
 

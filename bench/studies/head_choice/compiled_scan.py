@@ -1,7 +1,7 @@
 """Mamba-1's scan in C in the place of `surgery.models.selective_scan`, for arms of a Mamba-1 in half the time.
 
 It computes the same formula, with the errors of fp32 in another order: an arm reaches another accuracy than with the
-library's scan, as with another seed (docs/HEAD_CHOICE.md has an example).
+library's scan, as with another seed (paper/HEAD_CHOICE.md has an example).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m bench.studies.head_choice.mamba1
 
-No small Mamba-1 learned to retrieve from random weights (docs/LOG.md). Here each group of channels does what one head
+No small Mamba-1 learned to retrieve from random weights (paper/LOG.md). Here each group of channels does what one head
 of the Mamba-2 does. All of a Mamba-2 mixer can be expressed, except for the norm behind its gate:
 
 - x, B and C of the Mamba-2, of its convolution and SiLU, become channels of the Mamba-1; `x_proj` passes B and C on.
@@ -27,7 +27,7 @@ from transformers import Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, PreTr
 from bench.common import FAR, load, quiet_on_one_thread
 from bench.studies.experiment import train_and_save
 from surgery.data.encoding import encode
-from surgery.data.generated import step_documents
+from surgery.data.generated import GeneratedStream
 from surgery.recipe import Train
 
 RETRIEVAL = {"task": "kv_retrieval", "pairs": (2, 24), "questions": 8, "weights": {"answer": 1.0, "base_kl": 0.5}}
@@ -70,7 +70,7 @@ def norm_scales(model: Mamba2ForCausalLM, tokenizer: PreTrainedTokenizerBase) ->
         block.mixer.norm.register_forward_pre_hook(hook(index)) for index, block in enumerate(model.backbone.layers)
     ]
     for index, source in enumerate(TRAIN.sources):
-        for document in step_documents(source, 0, index, 0):
+        for document in GeneratedStream(source, None, 0, index).step(0):
             model(encode([document], tokenizer).input_ids)
     for handle in hooks:
         handle.remove()

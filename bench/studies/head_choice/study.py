@@ -10,7 +10,7 @@
 Regret is the best accuracy that any tried set of the same number of heads reaches after full training, minus that of
 the chooser's set. Each arm is one file, `FOLDER/arms/BASE-HEADS_seedN.json`, written when it is finished. The choices
 are in `FOLDER/choices/BASE_seedN.json`, which grows with every chooser. Files hold a hash of their definition: another
-definition is measured again. Results in docs/evidence/head_choice are used as they are.
+definition is measured again. Results in paper/evidence/head_choice are used as they are.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from surgery.files.atomic import fingerprint, read_json, write_json
 from surgery.models.loading import revision_of
 from surgery.recipe import Base
 
-PAGE = ROOT / "docs" / "HEAD_CHOICE.md"
+PAGE = ROOT / "paper" / "HEAD_CHOICE.md"
 PUBLISHED = PAGE.parent / "evidence" / "head_choice"
 VERSION = 1  # raised when choices change for the same definition
 
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--report", action="store_true", help="write the report of the finished arms only")
     options.add_argument("--at-most", type=int, metavar="N", help="stop after this many arms")
     options.add_argument("--only", choices=tuple(BASES), metavar="BASE", help=f"one of {', '.join(BASES)}")
-    options.add_argument("--short", action="store_true", help="fewer steps and prompts; does not change docs/")
+    options.add_argument("--short", action="store_true", help="fewer steps and prompts; does not change paper/")
     options.add_argument("--compiled-scan", action="store_true", help="run Mamba-1's scan in C, in half the time")
     args = options.parse_args(arguments)
     quiet_on_one_thread()

@@ -4,8 +4,8 @@
 
 Every SSM layer is followed by an MLP with random weights, which breaks the model. Training with a KL term to the
 Mamba-2 mends it. Published Nemotron-H also have a few attention layers. This one has its only one before all other
-layers, where no key is gathered yet (docs/INSERTED.md, the design `block`), so retrieval is left to the splice. Its two
-heads share one key.
+layers, where no key is gathered yet (paper/INSERTED.md, the design `block`), so retrieval is left to the splice. Its
+two heads share one key.
 """
 
 from __future__ import annotations

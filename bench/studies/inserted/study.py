@@ -6,7 +6,7 @@
     python -m bench.studies.inserted --report          write the tables of the finished arms
 
 Each arm is one training and one file, `FOLDER/BASE-DESIGN_seedN.json`, written when it is finished. A file holds a hash
-of its definition: another definition is trained again. Results in docs/evidence/inserted are used as they are.
+of its definition: another definition is trained again. Results in paper/evidence/inserted are used as they are.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from surgery.train.trainer import train_stage
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, ScoredHead
 
-PAGE = ROOT / "docs" / "INSERTED.md"
-PUBLISHED = ROOT / "docs" / "evidence" / "inserted"
+PAGE = ROOT / "paper" / "INSERTED.md"
+PUBLISHED = ROOT / "paper" / "evidence" / "inserted"
 PROMPTS_SEED = 0
 STEPS = 250
 

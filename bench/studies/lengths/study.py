@@ -90,8 +90,8 @@ LONG_SOURCE = {
 }  # fmt: skip
 EXAMPLES = {4096: 50, 8192: 50, 16384: 50, 32768: 25}  # prompts; 100 of shorter lengths
 STEPS = 150  # of training with long documents
-PAGE = ROOT / "docs" / "EVALUATE.md"
-PUBLISHED = ROOT / "docs" / "evidence" / "lengths"
+PAGE = ROOT / "paper" / "LENGTHS.md"
+PUBLISHED = ROOT / "paper" / "evidence" / "lengths"
 VERSION = 1  # increase it when an arm is measured in another way
 
 

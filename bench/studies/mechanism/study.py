@@ -1,6 +1,6 @@
 """Test whether a base retrieves by Gather and Aggregate heads (arXiv 2504.18574). Trains nothing.
 
-    python -m bench.studies.mechanism --base checkpoints/pico-far --page docs/BASES.md
+    python -m bench.studies.mechanism --base checkpoints/pico-far --page paper/BASES.md
 
 Three measurements, on words that no training showed:
 
@@ -133,7 +133,7 @@ def main() -> int:
         type=Path,
         help="page with `<!-- begin NAME -->` and `<!-- end NAME -->`, NAME being the folder of the base",
     )
-    arguments.add_argument("--json", type=Path, default=ROOT / "docs" / "bases" / "mechanism.json")
+    arguments.add_argument("--json", type=Path, default=ROOT / "paper" / "bases" / "mechanism.json")
     options = arguments.parse_args()
     quiet_on_one_thread()
     model, tokenizer = load(options.base)

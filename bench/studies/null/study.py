@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from bench.common import RUNS, parser, save
 from surgery.data.encoding import EncodedBatch
 from surgery.locate.scores import Record, Table, roles_of
-from surgery.testing.pico import pico_base
-from surgery.testing.planted import plant, planted_prompts, planted_tokenizer, scored_heads
 from surgery.types import Role
+from tests.support.pico import pico_base
+from tests.support.planted import plant, planted_prompts, planted_tokenizer, scored_heads
 
 LEVEL = 0.05
 EXAMPLES = 48

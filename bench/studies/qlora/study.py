@@ -62,8 +62,8 @@ SEEDS = (0, 1, 2)
 RATES = {"lr": 2e-3, "new_heads_lr": 6e-3, "lora_lr": 2e-3, "warmup": 20}
 PROMPTS_SEED = 1
 WINDOW = 10  # steps of one point of a loss curve
-PAGE = ROOT / "docs" / "TRAINING.md"
-PUBLISHED = ROOT / "docs" / "evidence" / "qlora"
+PAGE = ROOT / "paper" / "QLORA.md"
+PUBLISHED = ROOT / "paper" / "evidence" / "qlora"
 MERGES = {"trained": "as trained", "merged": "merged", "dequantized": "merged into dequantized weights"}
 
 

@@ -5,8 +5,8 @@
     python -m bench.studies.site_selection --report        write the tables and figures of the finished arms
 
 Each arm is one file, `runs/evidence/arms/BASE-NAME_seedN.json`, written when the arm is finished. It holds a hash of
-the arm's definition: an arm with another definition runs again. The tables go to the marked places of docs/EVIDENCE.md,
-figures and results to docs/evidence/.
+the arm's definition: an arm with another definition runs again. The tables go to the marked places of
+paper/EVIDENCE.md, figures and results to paper/evidence/.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--report", action="store_true", help="write tables and figures of the finished arms only")
     options.add_argument("--most", type=int, help="stop after this many arms")
     options.add_argument("--only", choices=(SHIPPED, SECOND, AGAIN, TRANSFORMER), help="run only the arms of this base")
-    options.add_argument("--page", type=Path, default=ROOT / "docs" / "EVIDENCE.md", help="page with the tables")
+    options.add_argument("--page", type=Path, default=ROOT / "paper" / "EVIDENCE.md", help="page with the tables")
     args = options.parse_args(arguments)
     quiet_on_one_thread()
     experiment = Experiment(args.folder)

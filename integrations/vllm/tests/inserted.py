@@ -17,8 +17,8 @@ from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Base, Export
 from surgery.splice.inserted import insert_layers
-from surgery.testing.pico import randomise
 from surgery.types import Graft, Plan
+from tests.support.pico import randomise
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADS, SITE = (2, 5), 1

@@ -36,7 +36,7 @@ from surgery.hybrid import (
     Zamba2HybridConfig,
 )
 from surgery.probes.kv_retrieval import kv_prompts
-from surgery.testing.pico import randomise
+from tests.support.pico import randomise
 
 EXPORT, BASE = ROOT / "checkpoints/quickstart/export", ROOT / "checkpoints/pico-far"
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 64, 100, 127, 200, 256, 433, 600)

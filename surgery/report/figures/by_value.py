@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from surgery.recipe.grid import has_seeds
+from surgery.recipe.grid import has_seeds, text_of
 from surgery.report.figures.canvas import (
-    BLUE,
-    GREEN,
-    GREY,
     MUTED,
-    OCHRE,
-    ORANGE,
-    PURPLE,
-    SKY,
     add_axes,
     add_heading,
-    error_bars,
+    draw_intervals,
+    looks_of,
     new_figure,
     save,
     style,
 )
 
-Estimate = Mapping[str, float]  # value, low, high
 Row = Mapping[str, Any]
+Estimate = Mapping[str, float]  # value, low, high
 
-_LOOKS = ((BLUE, "o"), (ORANGE, "^"), (GREEN, "s"), (PURPLE, "D"), (OCHRE, "P"), (SKY, "X"), (GREY, "v"))
-_TITLES = {
-    "retrieval": "retrieval tasks",
-    "knowledge": "knowledge tasks",
-    "held_out": "held-out rows, exact match",
-}
+_GROUPS = {"retrieval": "retrieval tasks", "knowledge": "knowledge tasks", "held_out": "held-out rows, exact match"}
+_SHARES = {"accuracy": "accuracy", "share_of_teacher": "share of the teacher's accuracy"}
+_COUNTS = {"kv_bytes_per_token": "KV bytes a token", "state_bytes": "state bytes", "new_parameters": "new weights"}
 _WIDTH, _HEIGHT = 3.3, 2.0  # of a panel, in inches
 _LEFT, _GAP, _PITCH = 0.75, 1.0, 3.0
 
@@ -45,7 +35,7 @@ _LEFT, _GAP, _PITCH = 0.75, 1.0, 3.0
 def results_by_value(rows: Sequence[Row], keys: Sequence[str], folder: Path) -> list[Path]:
     """Draw accuracy, its share of the teacher's, memory and new weights against the values of a key: `sweep.*`.
 
-    Numbers are joined by lines. Other values are points in their order.
+    Numbers are joined by lines.
 
     Args:
         rows: for each combination of values: `values` by key, `seeds`, `accuracy` and `share_of_teacher` by group of
@@ -59,119 +49,67 @@ def results_by_value(rows: Sequence[Row], keys: Sequence[str], folder: Path) -> 
     """
     named = [key for key in keys if key in rows[0]["values"]]
     panels = _panels(rows)
-    series = _series(rows, named[1] if len(named) > 1 else "")
-    lines = -(-len(panels) // 2)
-    top = 0.95 if len(series) == 1 else 1.2
-    figure = new_figure(_LEFT + 2 * _WIDTH + _GAP + 0.25, top + (lines - 1) * _PITCH + _HEIGHT + 0.85)
-    note = (
-        "Points: mean over seeds. Bars: smallest to largest."
-        if has_seeds(keys)
-        else "Bars: 95% Wilson intervals of accuracies."
-    )
+    values = {text_of(row["values"][named[0]]): row["values"][named[0]] for row in rows}
+    is_numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values())
+    texts = sorted(values, key=values.__getitem__) if is_numeric else list(values)
+    places = [texts.index(text_of(row["values"][named[0]])) for row in rows]
+    ticks = [text if len(text) <= 16 else f"…{text[-15:]}" for text in texts]
+    short = named[1].rpartition(".")[2] if len(named) > 1 else ""
+    series = [f"{short}={text_of(row['values'][named[1]])}" if short else "" for row in rows]
+    looks = looks_of(list(dict.fromkeys(series)))
+    top = 1.2 if short else 0.95
+    figure = new_figure(_LEFT + 2 * _WIDTH + _GAP + 0.25, top + (len(panels) - 1) // 2 * _PITCH + _HEIGHT + 0.85)
+    seeds = "Points: mean over seeds. Bars: smallest to largest."
+    note = seeds if has_seeds(keys) else "Bars: 95% Wilson intervals of accuracies."
     add_heading(figure, f"Results by {' and '.join(named)}", note)
-    for index, (title, results) in enumerate(panels):
+    for index, (title, results) in enumerate(panels.items()):
         left, upper = _LEFT + index % 2 * (_WIDTH + _GAP), top + index // 2 * _PITCH
         axes = add_axes(figure, left, upper, _WIDTH, _HEIGHT)
         axes.set_title(title, size=9, loc="left")
-        _draw(axes, named[0], series, results)
-        _limit(axes, title, [results[id(row)] for row in rows if id(row) in results])
-    if len(series) > 1:
-        handles, labels = figure.axes[0].get_legend_handles_labels()
+        axes.grid(axis="y")
+        axes.set_xlim(-0.5, len(texts) - 0.5)
+        if max(map(len, ticks)) * len(ticks) <= 40:
+            axes.set_xticks(range(len(texts)), ticks)
+            axes.set_xlabel(named[0])
+        else:
+            axes.set_xticks(range(len(texts)), ticks, rotation=20, ha="right", size=7.5)
+        for number, (name, look) in enumerate(looks.items()):
+            aside = 0 if is_numeric else 0.14 * (number - (len(looks) - 1) / 2)
+            points = [(x, r) for x, of, r in zip(places, series, results, strict=True) if of == name and r is not None]
+            points = sorted(points, key=lambda point: point[0])
+            draw_intervals(
+                axes, [x + aside for x, _ in points], [r for _, r in points], look, key="value", joined=is_numeric
+            )
+        _limit(axes, title, [result for result in results if result is not None])
+    if short:
         anchor = (0.1 / figure.get_figwidth(), 1 - 0.58 / figure.get_figheight())
-        figure.legend(handles, labels, loc="upper left", bbox_to_anchor=anchor, ncols=4, fontsize=8.5, borderpad=0)
+        figure.legend(figure.axes[0].containers, looks, loc="upper left", bbox_to_anchor=anchor, ncols=4, fontsize=8.5,
+                      borderpad=0)  # fmt: skip
     table = [
-        [*(_text(row["values"][key]) for key in named), len(row["seeds"]), title, r["value"], r["low"], r["high"]]
-        for title, results in panels
-        for row in rows
-        if (r := results.get(id(row))) is not None
+        [*(text_of(row["values"][key]) for key in named), len(row["seeds"]), title, r["value"], r["low"], r["high"]]
+        for title, results in panels.items()
+        for row, r in zip(rows, results, strict=True)
+        if r is not None
     ]
     return save(figure, folder, "sweep", [*named, "seeds", "result", "value", "low", "high"], table)
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _panels(rows: Sequence[Row]) -> list[tuple[str, dict[int, Estimate]]]:
-    """Title of each panel, with the results by the identity of their row."""
-    panels: list[tuple[str, dict[int, Estimate]]] = []
-    for field, suffix in (("accuracy", ": accuracy"), ("share_of_teacher", ": share of the teacher's accuracy")):
-        for group, title in _TITLES.items():
-            results = {id(row): row[field][group] for row in rows if group in row[field]}
-            if results:
-                panels.append((title + suffix, results))
-    fields = (
-        ("kv_bytes_per_token", "KV bytes a token"),
-        ("state_bytes", "state bytes"),
-        ("new_parameters", "new weights"),
-    )
-    for field, title in fields:
-        panels.append((title, {id(row): row[field] for row in rows}))
-    return panels
-
-
-def _series(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
-    """Rows by the value of the second key, named as in a legend: `state_size=16`."""
-    series: dict[str, list[Row]] = {}
-    for row in rows:
-        name = f"{key.rpartition('.')[2]}={_text(row['values'][key])}" if key else ""
-        series.setdefault(name, []).append(row)
-    return series
-
-
-def _draw(axes: Axes, key: str, series: Mapping[str, Sequence[Row]], results: Mapping[int, Estimate]) -> None:
-    """Draw one panel: a line or points for each series, with bars from low to high."""
-    every = [row["values"][key] for rows in series.values() for row in rows]
-    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in every)
-    by_text = {_text(value): value for value in every}
-    places = {text: float(value) if numeric else float(i) for i, (text, value) in enumerate(by_text.items())}
-    for index, (name, rows) in enumerate(series.items()):
-        colour, marker = _LOOKS[index % len(_LOOKS)]
-        points = [(places[_text(row["values"][key])], results[id(row)]) for row in rows if id(row) in results]
-        points = sorted(points, key=lambda point: point[0])
-        aside = 0.0 if numeric else 0.14 * (index - (len(series) - 1) / 2)
-        x = [place + aside for place, _ in points]
-        y = [r["value"] for _, r in points]
-        bars = error_bars([r for _, r in points], "value")
-        axes.errorbar(x, y, bars, label=name, color=colour, marker=marker, markersize=5, capsize=2.5, elinewidth=1,
-                      linewidth=1.6, linestyle="-" if numeric else "")  # fmt: skip
-    _value_axis(axes, key, places, numeric)
-
-
-def _value_axis(axes: Axes, key: str, ticks: Mapping[str, float], numeric: bool) -> None:
-    """Put a tick at every value. Numbers of very different size get a log scale, linear around 0."""
-    texts, places = list(ticks), list(ticks.values())
-    positive = sorted(place for place in places if place > 0)
-    if numeric and min(places) >= 0 and positive and positive[-1] >= 16 * positive[0]:
-        if min(places) == 0:
-            axes.set_xscale("symlog", base=2, linthresh=positive[0])
-            axes.set_xlim(-positive[0] / 4, positive[-1] * 2**0.25)
-        else:
-            axes.set_xscale("log", base=2)
-            axes.set_xlim(positive[0] / 2**0.25, positive[-1] * 2**0.25)
-    else:
-        margin = 0.06 * (max(places) - min(places)) if numeric else 0.5
-        axes.set_xlim(min(places) - (margin or 0.5), max(places) + (margin or 0.5))
-    long = max(map(len, texts)) * len(texts) > 40
-    axes.set_xticks(places, [text if len(text) <= 16 else f"…{text[-15:]}" for text in texts])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    if long:
-        for label in axes.get_xticklabels():
-            label.set(rotation=20, ha="right", size=7.5)
-    else:
-        axes.set_xlabel(key)
+def _panels(rows: Sequence[Row]) -> dict[str, list[Estimate | None]]:
+    """Title of each panel -> one result for each row."""
+    shares = {f"{group}: {share}": [row[field].get(name) for row in rows]
+              for field, share in _SHARES.items() for name, group in _GROUPS.items()}  # fmt: skip
+    counts = {title: [row[field] for row in rows] for field, title in _COUNTS.items()}
+    return {title: results for title, results in shares.items() if any(results)} | counts
 
 
 def _limit(axes: Axes, title: str, results: Sequence[Estimate]) -> None:
     """Begin the y axis at 0, and end an axis of accuracies at 1."""
-    axes.grid(axis="y")
-    top = max(r["high"] for r in results)
-    if title.endswith("accuracy"):
-        axes.set_ylim(0, 1.03 if top <= 1 else 1.05 * top)
-        if "share" in title:
-            axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=":", zorder=0)
-    else:
-        axes.set_ylim(0, 1.08 * top or 1)
+    highest = max(result["high"] for result in results)
+    if title in _COUNTS.values():
+        axes.set_ylim(0, 1.08 * highest or 1)
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    else:
+        axes.set_ylim(0, 1.03 if highest <= 1 else 1.05 * highest)
+        if _SHARES["share_of_teacher"] in title:
+            axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=":", zorder=0)

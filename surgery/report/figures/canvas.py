@@ -10,10 +10,12 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -28,7 +30,9 @@ INK, MUTED, FAINT = "#222222", "#6b6b6b", "#d9d9d9"
 # Colours of Okabe and Ito, which colour-blind readers can distinguish; grey is for the reference.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA5B8F", "#7a7a7a"
 SKY, OCHRE = "#56B4E9", "#B8860B"
-# Colour and marker of the arms of a run.
+# Colour and marker of what has no look of its own, in order.
+LOOKS = ((BLUE, "o"), (ORANGE, "^"), (GREEN, "s"), (PURPLE, "D"), (OCHRE, "P"), (SKY, "X"), (GREY, "v"))
+# Those of the arms of a run.
 ARM_LOOKS = {
     "base": (GREY, "s"),
     "hybrid": (BLUE, "o"),
@@ -39,15 +43,6 @@ ARM_LOOKS = {
     "base_read_twice": (MUTED, "v"),
     "no_splice_read_twice": (OCHRE, "v"),
 }
-# Of further arms, such as the models of a comparison. Green stays that of a Transformer.
-MORE_LOOKS = (
-    (PURPLE, "v"),
-    (OCHRE, "P"),
-    (SKY, "X"),
-    ("#CC6677", "<"),
-    ("#332288", "h"),
-    ("#117733", ">"),
-)
 _STYLE = {
     "svg.hashsalt": "surgery",
     "font.family": "DejaVu Sans",  # ships with matplotlib
@@ -70,9 +65,11 @@ _STYLE = {
 }
 
 
-def error_bars(results: Sequence[Mapping[str, float]], key: str = "accuracy") -> list[list[float]]:
-    """Lengths of the bars from `key` down to `low` and up to `high`, for `Axes.errorbar`."""
-    return [[max(0.0, sign * (r[key] - r[end])) for r in results] for sign, end in ((1, "low"), (-1, "high"))]
+def looks_of(names: Sequence[str], known: Mapping[str, tuple[str, str]] = ARM_LOOKS) -> dict[str, tuple[str, str]]:
+    """Colour and marker by name: those of `known`, otherwise the next ones of `LOOKS` in another colour."""
+    taken = {known[name][0] for name in names if name in known}
+    free = cycle([look for look in LOOKS if look[0] not in taken])
+    return {name: known.get(name) or next(free) for name in names}
 
 
 @contextmanager
@@ -115,7 +112,55 @@ def plain_log_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], gap: float) -> None:
+def log2_ticks(axes: Axes, numbers: Sequence[int]) -> None:
+    """Make the x axis logarithmic, with a tick at each of the numbers."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", which="minor", length=0)
+
+
+def draw_intervals(
+    axes: Axes,
+    places: Sequence[float],
+    results: Sequence[Mapping[str, float]],
+    look: tuple[str, str],
+    key: str = "accuracy",
+    joined: bool = False,
+    hollow: bool = False,
+    sideways: bool = False,
+) -> None:
+    """Draw results as points with bars from `low` to `high`.
+
+    Args:
+        places: of the points on the x axis, or on the y axis if `sideways`.
+        results: with `low`, `high` and the value `key`.
+        look: colour and marker.
+        joined: connect the points by lines.
+        hollow: fill the markers with white.
+    """
+    colour, marker = look
+    values = [result[key] for result in results]
+    bars = [[max(0.0, sign * (r[key] - r[end])) for r in results] for sign, end in ((1, "low"), (-1, "high"))]
+    x, y = (values, places) if sideways else (places, values)
+    axes.errorbar(
+        x,
+        y,
+        xerr=bars if sideways else None,
+        yerr=None if sideways else bars,
+        color=colour,
+        linestyle="-" if joined else "",
+        linewidth=1.8,
+        marker=marker,
+        markersize=5,
+        markerfacecolor="white" if hollow else colour,
+        capsize=2.5,
+        elinewidth=1,
+        clip_on=not sideways,  # a marker at 0 or 1 is drawn whole
+    )
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], gap: float = 0.065) -> None:
     """Write each line's name to the right of its last point, shifted so that no two overlap.
 
     Args:
@@ -125,35 +170,23 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], gap: f
     to_axes = axes.transData + axes.transAxes.inverted()
     points = [to_axes.transform((x, y)) for _, x, y, _ in ends]
     order = sorted(range(len(ends)), key=lambda i: float(points[i][1]))
-    heights: list[float] = []
-    for i in order:
-        wanted = float(points[i][1])
-        heights.append(wanted if not heights else max(wanted, heights[-1] + gap))
-    excess = max(0.0, heights[-1] - 1) if heights else 0.0
-    for k in range(len(heights) - 1, -1, -1):  # shift names down that lie above the axes
-        ceiling = heights[k + 1] - gap if k + 1 < len(heights) else heights[k] - excess
-        heights[k] = min(heights[k], ceiling)
+    heights = np.array([float(points[i][1]) for i in order])
+    steps = gap * np.arange(len(order))
+    heights = np.maximum.accumulate(heights - steps) + steps  # up, so that each is above the one before
+    heights = np.minimum(heights, 1 - steps[::-1])  # and down, so that the last is not above the axes
+    line = {"arrowstyle": "-", "linewidth": 0.6, "alpha": 0.6, "shrinkA": 1, "shrinkB": 5, "relpos": (0, 0.5)}
     for i, height in zip(order, heights, strict=True):
-        name, _, _, colour = ends[i]
+        name, x, y, colour = ends[i]
         axes.annotate(
             name,
-            xy=(float(points[i][0]), float(points[i][1])),
-            xytext=(1.03, height),
-            xycoords="axes fraction",
+            xy=(x, y),
+            xytext=(1.03, float(height)),
             textcoords="axes fraction",
             color=colour,
             size=8.5,
             va="center",
             annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "linewidth": 0.6,
-                "alpha": 0.6,
-                "shrinkA": 1,
-                "shrinkB": 5,
-                "relpos": (0, 0.5),
-            },
+            arrowprops={**line, "color": colour},
         )
 
 

@@ -13,21 +13,18 @@ from numpy.typing import NDArray
 
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.report.figures.canvas import (
-    ARM_LOOKS,
     BLUE,
     GREEN,
-    GREY,
     INK,
-    MORE_LOOKS,
     MUTED,
-    OCHRE,
     ORANGE,
     PURPLE,
-    SKY,
     add_axes,
     add_heading,
-    error_bars,
+    draw_intervals,
     label_ends,
+    log2_ticks,
+    looks_of,
     new_figure,
     save,
     style,
@@ -35,10 +32,11 @@ from surgery.report.figures.canvas import (
 from surgery.report.results import ARM_LABELS
 
 _TRAINED = {"training": "hybrid", "no_splice_training": ARM_LABELS["no_splice"]}  # arm by file name
-_COLOURS = {"loss": INK, "answer": BLUE, "attention": ORANGE, "base_kl": GREEN, "lm": PURPLE}
-_MORE_COLOURS = [OCHRE, SKY, GREY]
+_LOSSES = {
+    name: (colour, "o")
+    for name, colour in {"loss": INK, "answer": BLUE, "attention": ORANGE, "base_kl": GREEN, "lm": PURPLE}.items()
+}
 _NOT_LOSSES = ("step", "seconds", "tokens", "kv_accuracy", "last_step")
-_Curves = Mapping[str, NDArray[np.float64]]
 
 
 @style()
@@ -62,53 +60,34 @@ def accuracy_by_pairs(
     """
     table = {arm: sorted((int(k), v) for k, v in accuracies.items()) for arm, accuracies in arms.items()}
     numbers = sorted({k for points in table.values() for k, _ in points})
+    counts = sorted({int(v["n"]) for points in table.values() for _, v in points})
+    prompts = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1])))
     longest = max(len(labels.get(arm, arm)) for arm in table)
     figure = new_figure(7.2 + 0.07 * max(0, longest - 20), 4.4)  # names are at the right
-    note = f"KV-retrieval. Bars: 95% intervals, {_prompts(table)}. Dotted: chance, 1 / pairs."
+    note = f"KV-retrieval. Bars: 95% intervals, {prompts} prompts per point. Dotted: chance, 1 / pairs."
     add_heading(figure, title, note)
     axes = add_axes(figure, 0.7, 0.85, 4.95, 3.0)
-    _pairs_axes(axes, numbers, trained)
-    extra = iter(MORE_LOOKS * len(table))
-    edge = axes.get_xlim()[1]
-    ends = [("chance", edge, 1 / edge, MUTED)]
-    for shift, (arm, points) in enumerate(table.items()):
-        name, (colour, marker) = labels.get(arm, arm), ARM_LOOKS.get(arm) or next(extra)
-        # A small shift keeps the bars of arms apart where they agree.
-        x = [k * 2 ** (0.035 * (shift - (len(table) - 1) / 2)) for k, _ in points]
-        y = [v["accuracy"] for _, v in points]
-        bars = error_bars([v for _, v in points])
-        axes.errorbar(x, y, bars, color=colour, marker=marker, markersize=5, linewidth=1.8, elinewidth=1, capsize=2.5)
-        ends.append((name, x[-1], y[-1], colour))
-    label_ends(axes, ends, gap=0.065)
-    rows = [[arm, k, v["accuracy"], v["low"], v["high"], v["n"]] for arm, points in table.items() for k, v in points]
-    return save(figure, folder, "accuracy_by_pairs", ["arm", "pairs", "accuracy", "low", "high", "n"], rows)
-
-
-def _prompts(table: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]]) -> str:
-    counts = sorted({int(v["n"]) for points in table.values() for _, v in points})
-    return f"{counts[0]} prompts per point" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} prompts per point"
-
-
-def _pairs_axes(axes: Axes, numbers: Sequence[int], trained: tuple[int, int] | None) -> None:
-    """Set up a log axis with ticks at `numbers`, the range of training, and the chance level."""
-    axes.set_xscale("log", base=2)
-    least, greatest = trained or (numbers[0], numbers[-1])
-    axes.set_xlim(min(numbers[0], least) / 2**0.25, max(numbers[-1], greatest) * 2**0.25)
-    axes.set_ylim(0, 1.03)
-    axes.set_xticks(list(numbers), [str(k) for k in numbers])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.tick_params(axis="x", which="minor", length=0)
-    axes.set_xlabel("pairs in the prompt (log scale)")
-    axes.set_ylabel("accuracy")
+    log2_ticks(axes, numbers)
+    all_numbers = [*numbers, *(trained or ())]
+    left, right = min(all_numbers) / 2**0.25, max(all_numbers) * 2**0.25
+    axes.set(xlim=(left, right), ylim=(0, 1.03), xlabel="pairs in the prompt (log scale)", ylabel="accuracy")
     axes.grid(axis="y")
     if trained is not None:
-        span = "trained on " + " to ".join(str(k) for k in sorted(set(trained)))
         low, high = trained[0] / 2**0.1, trained[1] * 2**0.1
         axes.axvspan(low, high, color="#eef3f7", linewidth=0, zorder=0)
+        span = "trained on " + " to ".join(str(k) for k in dict.fromkeys(trained))
         axes.text(math.sqrt(low * high), 1.035, span, size=8, color=MUTED, ha="center", va="bottom")
-    left, right = axes.get_xlim()
     x = np.geomspace(left, right, 60)
     axes.plot(x, 1 / x, color=MUTED, linewidth=1.1, linestyle=":")
+    ends = [("chance", right, 1 / right, MUTED)]
+    for shift, (arm, look) in enumerate(looks_of(list(table)).items()):
+        # A small shift keeps the bars of arms apart where they agree.
+        places = [k * 2 ** (0.035 * (shift - (len(table) - 1) / 2)) for k, _ in table[arm]]
+        draw_intervals(axes, places, [v for _, v in table[arm]], look, joined=True)
+        ends.append((labels.get(arm, arm), places[-1], table[arm][-1][1]["accuracy"], look[0]))
+    label_ends(axes, ends)
+    rows = [[arm, k, v["accuracy"], v["low"], v["high"], v["n"]] for arm, points in table.items() for k, v in points]
+    return save(figure, folder, "accuracy_by_pairs", ["arm", "pairs", "accuracy", "low", "high", "n"], rows)
 
 
 @style()
@@ -123,40 +102,35 @@ def training_curve(history: Sequence[Mapping[str, float]], folder: Path, name: s
         The three paths.
     """
     keys = list(dict.fromkeys(key for entry in history for key in entry))
-    losses = [key for key in keys if key not in _NOT_LOSSES]
     steps = np.array([entry["step"] for entry in history], dtype=np.float64)
-    curves = _without_copy({key: np.array([entry.get(key, math.nan) for entry in history], float) for key in losses})
+    curves = {
+        key: np.array([entry.get(key, math.nan) for entry in history], dtype=np.float64)
+        for key in keys
+        if key not in _NOT_LOSSES
+    }
+    curves = {key: curve for key, curve in curves.items() if np.isfinite(curve).any()}
+    if len(curves) == 2 and "loss" in curves and len({curve.tobytes() for curve in curves.values()}) == 1:
+        del curves["loss"]  # the sum of one objective
+    has_sum = "loss" in curves and len(curves) > 1
     reach = len(steps) // 40  # steps to either side that a point of the bold line averages
     smooth = {key: _smooth(curve, reach) for key, curve in curves.items()}
     figure = new_figure(7.2, 4.3)
     note = f"Bold: mean of {2 * reach + 1} steps. Light: each step." if reach else "Each step."
-    note += (
-        " Losses are multiplied by their weights; 'all' is their sum." if "loss" in curves and len(curves) > 1 else ""
-    )
+    note += " Losses are multiplied by their weights; 'all' is their sum." if has_sum else ""
     add_heading(figure, f"Loss by objective: {_TRAINED.get(name, name.replace('_', ' '))}", note)
     axes = add_axes(figure, 0.75, 0.75, 5.1, 3.0)
-    _loss_axes(axes, steps, curves, smooth)
-    more = iter(_MORE_COLOURS * len(curves))
+    _loss_axes(axes, steps, list(curves.values()), list(smooth.values()))
     ends = []
-    for key, line in smooth.items():
-        colour = _COLOURS.get(key) or next(more)
+    for key, (colour, marker) in looks_of(list(curves), _LOSSES).items():
+        line = smooth[key]
         if reach:
             axes.plot(steps, curves[key], color=colour, linewidth=0.6, alpha=0.3)
-        axes.plot(steps, line, color=colour, linewidth=1.8, marker="o" if len(steps) <= 20 else "", markersize=3.5)
-        last = int(np.flatnonzero(np.isfinite(line))[-1])
-        label = OBJECTIVES[key].label if key in OBJECTIVES else key
-        text = f"{'all' if key == 'loss' and len(curves) > 1 else label} {line[last]:.3g}"
-        ends.append((text, steps[last], max(line[last], axes.get_ylim()[0]), colour))
-    label_ends(axes, ends, gap=0.065)
+        axes.plot(steps, line, color=colour, linewidth=1.8, marker=marker if len(steps) <= 20 else "", markersize=3.5)
+        last = float(line[np.isfinite(line)][-1])
+        label = "all" if key == "loss" and has_sum else OBJECTIVES[key].label if key in OBJECTIVES else key
+        ends.append((f"{label} {last:.3g}", steps[-1], max(last, axes.get_ylim()[0]), colour))
+    label_ends(axes, ends)
     return save(figure, folder, name, keys, [[entry.get(key, "") for key in keys] for entry in history])
-
-
-def _without_copy(curves: _Curves) -> _Curves:
-    """Drop losses without a finite number, and the sum if there is only one objective."""
-    shown = {key: curve for key, curve in curves.items() if np.isfinite(curve).any()}
-    if len(shown) == 2 and "loss" in shown and len({curve.tobytes() for curve in shown.values()}) == 1:
-        del shown["loss"]
-    return shown
 
 
 def _smooth(curve: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
@@ -168,13 +142,15 @@ def _smooth(curve: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
     return np.where(known, total / np.maximum(count, 1), math.nan)
 
 
-def _loss_axes(axes: Axes, steps: NDArray[np.float64], curves: _Curves, smooth: _Curves) -> None:
+def _loss_axes(
+    axes: Axes, steps: NDArray[np.float64], curves: list[NDArray[np.float64]], smooth: list[NDArray[np.float64]]
+) -> None:
     """Set limits that contain the smoothed curves and nearly every step; log y axis from a factor of 30 on."""
-    lines = np.concatenate([line[np.isfinite(line)] for line in smooth.values()])
-    raw = np.concatenate([curve[np.isfinite(curve)] for curve in curves.values()])
+    lines, raw = (values[np.isfinite(values)] for values in (np.concatenate(smooth), np.concatenate(curves)))
     top = max(float(lines.max()), float(np.percentile(raw, 99.5))) or 1.0
     bottom = max(float(np.min(lines, where=lines > 0, initial=top)), top * 1e-4)
-    if top / bottom > 30:
+    is_log = top / bottom > 30
+    if is_log:
         axes.set_yscale("log", nonpositive="mask")
         axes.set_ylim(bottom / 1.6, top * 1.6)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -184,6 +160,5 @@ def _loss_axes(axes: Axes, steps: NDArray[np.float64], curves: _Curves, smooth: 
     margin = max(0.5, 0.01 * float(steps[-1] - steps[0]))
     axes.set_xlim(steps[0] - margin, steps[-1] + margin)
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats), log scale" if axes.get_yscale() == "log" else "loss (nats)")
+    axes.set(xlabel="step", ylabel="loss (nats), log scale" if is_log else "loss (nats)")
     axes.grid(axis="y")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from surgery.data.encoding import encode
 from surgery.data.offsets import Tokens, for_prompts, tokenized
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import sample
 
 TEXTS = ["a  b", " a b ", "a\n\nb: 42", "x  ", "   ", "\u5317\u4eac 42", ""]
@@ -35,9 +34,8 @@ def test_trimmed_spaces_are_given_back() -> None:
     assert tokenized(trimming(), TEXTS) == tokenized(pico_tokenizer(), TEXTS)
 
 
-@pytest.mark.parametrize("task", ["kv_retrieval", "letter_choice", "option_text", "closed_book"])
-def test_every_position_is_that_of_the_tokenizer_without_trimming(task: str) -> None:
-    documents = sample(task, 3)
+def test_every_position_is_that_of_the_tokenizer_without_trimming() -> None:
+    documents = [d for task in ("kv_retrieval", "letter_choice", "option_text", "closed_book") for d in sample(task, 3)]
     one, other = (encode(documents, tokenizer) for tokenizer in (trimming(), pico_tokenizer()))
     for name in ("input_ids", "query", "target", "answer_token", "segment_start", "segment_end", "read_answer_token"):
         assert getattr(one, name).equal(getattr(other, name)), name
@@ -50,30 +48,27 @@ def test_a_tokenizer_that_drops_spaces_has_no_token_for_them() -> None:
 
 
 @pytest.mark.parametrize("like_sentencepiece", [False, True])
-@pytest.mark.parametrize("template", [None, "<|endoftext|> $A", "<|endoftext|> $A <|endoftext|>", "$A <|endoftext|>"])
-def test_a_text_has_the_tokens_of_the_tokenizer_up_to_its_last_one(
-    template: str | None, like_sentencepiece: bool
-) -> None:
-    tokenizer = texts_begin_with(template, like_sentencepiece)
-    bos, puts = tokenizer.bos_token, (template or "").startswith("<")
-    for text, tokens in zip(TEXTS, tokenized(tokenizer, TEXTS), strict=True):
-        after = (template or "").endswith(">")
-        assert tokens.ids == tokenizer(text)["input_ids"][: -1 if after else None]
-        assert tokens.ids == for_prompts(tokenizer)(text)["input_ids"]
-        inner = tokenized(tokenizer, [text], whole=False)[0]
-        assert tokens.ids == [tokenizer.bos_token_id] * puts + inner.ids
-        for char in range(len(text)):
-            assert [i - puts for i in tokens.covering(char)] == list(inner.covering(char))
-        (twice,) = tokenized(tokenizer, [bos + text])
-        assert twice.ids[0] == tokenizer.bos_token_id not in twice.ids[1:], "one, also if the text has it"
-    plain, batch = (
-        encode(sample("kv_retrieval", 2), t) for t in (texts_begin_with(None, like_sentencepiece), tokenizer)
-    )
-    assert ((batch.input_ids == tokenizer.bos_token_id).sum(1) == puts).all()
-    for name in ("query", "segment_start", "segment_end", "answer_token", "read_query", "read_answer_token"):
-        places = getattr(plain, name)
-        assert getattr(batch, name).equal(places + puts * (places >= 0)), name
-    assert batch.target.equal(plain.target) and batch.choice_tokens.equal(plain.choice_tokens)
+def test_a_text_has_the_tokens_of_the_tokenizer_up_to_its_last_one(like_sentencepiece: bool) -> None:
+    """Whatever it puts before and after a text."""
+    plain = encode(sample("kv_retrieval", 2), texts_begin_with(None, like_sentencepiece))
+    for template in (None, "<|endoftext|> $A", "<|endoftext|> $A <|endoftext|>", "$A <|endoftext|>"):
+        tokenizer = texts_begin_with(template, like_sentencepiece)
+        puts, after = (template or "").startswith("<"), (template or "").endswith(">")
+        for text, tokens in zip(TEXTS, tokenized(tokenizer, TEXTS), strict=True):
+            assert tokens.ids == tokenizer(text)["input_ids"][: -1 if after else None], template
+            assert tokens.ids == for_prompts(tokenizer)(text)["input_ids"], template
+            inner = tokenized(tokenizer, [text], whole=False)[0]
+            assert tokens.ids == [tokenizer.bos_token_id] * puts + inner.ids, template
+            for char in range(len(text)):
+                assert [i - puts for i in tokens.covering(char)] == list(inner.covering(char)), template
+            (twice,) = tokenized(tokenizer, [tokenizer.bos_token + text])
+            assert twice.ids[0] == tokenizer.bos_token_id not in twice.ids[1:], "one, also if the text has it"
+        batch = encode(sample("kv_retrieval", 2), tokenizer)
+        assert ((batch.input_ids == tokenizer.bos_token_id).sum(1) == puts).all(), template
+        for name in ("query", "segment_start", "segment_end", "answer_token", "read_query", "read_answer_token"):
+            places = getattr(plain, name)
+            assert getattr(batch, name).equal(places + puts * (places >= 0)), (template, name)
+        assert batch.target.equal(plain.target) and batch.choice_tokens.equal(plain.choice_tokens), template
 
 
 def texts_begin_with(template: str | None, like_sentencepiece: bool) -> PreTrainedTokenizerFast:
@@ -92,16 +87,11 @@ def texts_begin_with(template: str | None, like_sentencepiece: bool) -> PreTrain
     return tokenizer
 
 
-@pytest.mark.parametrize("make", [trimming, pico_tokenizer])
-def test_the_tokens_that_cover_a_character_are_those_of_a_search_of_all(
-    make: Callable[[], PreTrainedTokenizerFast],
-) -> None:
-    for tokens, text in zip(tokenized(make(), TEXTS), TEXTS, strict=True):
-        for char in range(len(text)):
-            expected = [i for i, (start, end) in enumerate(tokens.offsets) if start <= char < end]
-            assert list(tokens.covering(char)) == expected != []
-
-
-def test_a_character_without_a_token_is_covered_by_none() -> None:
-    assert list(Tokens([1, 2], (0, 3), (1, 4)).covering(2)) == []
+def test_the_tokens_that_cover_a_character_are_those_of_a_search_of_all() -> None:
+    for make in (trimming, pico_tokenizer):
+        for tokens, text in zip(tokenized(make(), TEXTS), TEXTS, strict=True):
+            for char in range(len(text)):
+                expected = [i for i, (start, end) in enumerate(tokens.offsets) if start <= char < end]
+                assert list(tokens.covering(char)) == expected != []
+    assert list(Tokens([1, 2], (0, 3), (1, 4)).covering(2)) == [], "the tokenizer drops it"
     assert list(Tokens([1, 2, 3], (0, 1, 1), (1, 2, 2)).covering(1)) == [1, 2]

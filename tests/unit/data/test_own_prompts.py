@@ -15,7 +15,7 @@ from surgery.data.own_prompts import own_batches, own_prompts
 from surgery.errors import DataError
 from surgery.recipe import Data
 from surgery.scoring.ranking import ranked
-from surgery.testing.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 
 ROWS = [{"prompt": f"a:{n}\nb:{n + 1}\nThe value of b is", "answer": str(n + 1)} for n in range(20, 60, 2)]
 
@@ -33,10 +33,11 @@ def test_rows_are_taken_evenly(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_place_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    data = write(tmp_path, [*ROWS, {"prompt": "a:1\nThe value of b is", "answer": "77"}])
+    unplaced = [{"prompt": "a:1\nThe value of b is", "answer": "77"}, {"prompt": "The value is 77", "answer": "77"}]
+    data = write(tmp_path, [*ROWS, *unplaced])
     with caplog.at_level(logging.WARNING):
         assert len(own_prompts(data, pico_tokenizer(), 500)) == len(ROWS)
-    assert f"1 of {len(ROWS) + 1} rows" in caplog.text
+    assert f"2 of {len(ROWS) + 2} rows" in caplog.text
     with pytest.raises(DataError, match="no row has the place of its answer"):
         own_prompts(write(tmp_path, [{"prompt": "a:1\nThe value of b is", "answer": "77"}]), pico_tokenizer(), 5)
 
@@ -69,18 +70,13 @@ def test_an_answer_competes_with_its_prompt_and_the_other_answers(tmp_path: Path
         torch.testing.assert_close(margin, logits[gold] - logits[others].max(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
-def test_in_prompts_of_one_line_both_gold_positions_are_before_the_query(tmp_path: Path, end: str) -> None:
-    rows = [{"prompt": f"a is {n}; b is {n + 1}; b is:{end}", "answer": str(n + 1)} for n in range(20, 40)]
+def test_in_prompts_of_one_line_both_gold_positions_are_before_the_query(tmp_path: Path) -> None:
     tokenizer = pico_tokenizer()
-    ((_, batch),) = own_batches(own_prompts(write(tmp_path, rows), tokenizer, 20), tokenizer, 20)
-    assert bool((batch.answer_token >= 0).all()) and bool((batch.answer_token <= batch.segment_end).all())
-    assert bool((batch.segment_end < batch.query).all())
-
-
-def test_a_row_whose_prompt_ends_with_the_answer_is_left_out(tmp_path: Path) -> None:
-    data = write(tmp_path, [*ROWS, {"prompt": "The value of b is 77", "answer": "77"}])
-    assert len(own_prompts(data, pico_tokenizer(), 500)) == len(ROWS)
+    for end in ("", "\n", "\n\n"):
+        rows = [{"prompt": f"a is {n}; b is {n + 1}; b is:{end}", "answer": str(n + 1)} for n in range(20, 40)]
+        ((_, batch),) = own_batches(own_prompts(write(tmp_path, rows), tokenizer, 20), tokenizer, 20)
+        assert bool((batch.answer_token >= 0).all()) and bool((batch.answer_token <= batch.segment_end).all())
+        assert bool((batch.segment_end < batch.query).all())
 
 
 def test_a_space_before_the_answer_is_not_what_the_base_is_asked_for(tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+from itertools import product
 
-import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from surgery.data.documents import Reader
@@ -15,21 +13,12 @@ from surgery.data.files import Row
 from surgery.data.generated import with_ends
 from surgery.probes.documents import Document, Question, Writer, rng_of
 from surgery.recipe import Data
-from surgery.testing.pico import pico_tokenizer, prompts
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.long_choices import digit_tokenizer
+from tests.support.pico import pico_tokenizer, prompts
 from tests.support.samples import MAKERS, RETRIEVING, sample, several_questions
 
 PAIRS = {"read_query": "query", "read_segment_end": "segment_end", "read_answer_token": "answer_token"}
-
-
-@cache
-def byte_tokenizer(*merges: tuple[str, str], end: bool = False) -> PreTrainedTokenizerFast:
-    """One token a byte but for the merges, of which the first has precedence."""
-    alphabet = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(m) for m in merges)]
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=list(merges)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>" if end else None)
 
 
 def looked_up(answer: str, value: str | None = None, after: str = "") -> Document:
@@ -59,128 +48,124 @@ def shown(document: Document, tokenizer: PreTrainedTokenizerFast) -> list[tuple[
     return [(text[query + 1], text[place] if place >= 0 else "") for query, _, place in reads(batch)]
 
 
-class TestAnswersOfOneToken:
-    @pytest.mark.parametrize("side", ["left", "right"])
-    @pytest.mark.parametrize("until_answer", [False, True])
-    @pytest.mark.parametrize("name", [*RETRIEVING, "several questions", "ends", "all tasks"])
-    def test_the_reads_are_the_questions(self, name: str, until_answer: bool, side: str) -> None:
-        documents = {
-            "several questions": several_questions(),
-            "ends": [with_ends(document) for document in several_questions()],
-            "all tasks": [document for task in RETRIEVING for document in sample(task, 2)],
-        }.get(name) or sample(name)
-        batch = encode(documents, pico_tokenizer(), side, until_answer)  # type: ignore[arg-type]
-        for read, question in PAIRS.items():
-            assert torch.equal(getattr(batch, read), getattr(batch, question))
-
-    def test_of_the_users_data_with_its_end_token(self) -> None:
-        data = Data.model_validate({"path": "none", "columns": {"answer_span": "at"}})
-        row = Row("here", {"prompt": "red:4\nblue:71\nblue is", "answer": "71", "at": [11, 13]})
-        batch = encode([Reader(data, pico_tokenizer()).document(row)], pico_tokenizer())
-        assert batch.answers.sum() == 2
-        for read, question in PAIRS.items():
-            assert torch.equal(getattr(batch, read), getattr(batch, question))
-
-    def test_of_batches_that_are_made_by_hand(self) -> None:
-        batch = prompts()
-        assert all(getattr(batch, read) is getattr(batch, question) for read, question in PAIRS.items())
-
-    def test_plain_text_has_none(self) -> None:
-        assert encode(sample("sentence"), pico_tokenizer()).read_query.tolist() == [[-1]] * 4
-
-
-class TestAnswersOfSeveralTokens:
-    def test_every_token_is_read_where_it_stands(self) -> None:
-        batch = encode([looked_up("712")], byte_tokenizer())
-        first, query = int(batch.answer_token[0, 0]), int(batch.query[0, 0])
-        end = int(batch.segment_end[0, 0])
-        assert reads(batch) == [(query + i, end, first + i) for i in range(3)] and end == first + 3
-
-    def test_other_tokens_in_the_segment(self) -> None:
-        """A token that begins inside another one of the value is held by it."""
-        tokenizer = byte_tokenizer(("Ġ", "5"), ("Ġ5", "1"), ("1", "2"))
-        assert shown(looked_up(" 512"), tokenizer) == [(" 51", "5"), ("2", "12")]
-        assert shown(looked_up(" 5123"), tokenizer) == [(" 51", "5"), ("2", "12"), ("3", "3")]
-        tokenizer = byte_tokenizer((":", "5"), (":5", "1"), ("1", "2"))
-        assert shown(looked_up("512"), tokenizer) == [("5", ":51"), ("12", ":51")]
-
-    def test_a_space_of_its_own_is_not_read(self) -> None:
-        assert shown(looked_up(" 71"), byte_tokenizer()) == [("7", "7"), ("1", "1")]
-        assert shown(looked_up("7 1"), byte_tokenizer()) == [("7", "7"), (" ", " "), ("1", "1")]
-
-    def test_nothing_after_the_answer_is_read(self) -> None:
-        tokenizer = byte_tokenizer(end=True)
-        expected = [("7", "7"), ("1", "1")]
-        for after in ("\n", "<end>", " \n<end>"):
-            assert shown(looked_up("71", after=after), tokenizer) == expected
-        assert shown(looked_up("71", after="<end>"), byte_tokenizer()) == [*expected, *((c, "") for c in "<end>")]
-
-    def test_tokens_that_share_a_character_correspond_in_order(self) -> None:
-        batch = encode([looked_up(" é🙂漢x")], byte_tokenizer(("Ġ", "Ã")))
-        first = int(batch.answer_token[0, 0])
-        assert [place - first for *_, place in reads(batch)] == list(range(2 + 4 + 3 + 1))
-
-    def test_an_answer_that_continues_after_the_value(self) -> None:
-        assert shown(looked_up("71 km", "71"), byte_tokenizer(("1", "Ċ"))) == [
-            ("7", "7"), ("1", "1\n"), *((c, "") for c in " km")
-        ]  # fmt: skip
-
-    def test_another_text_is_read_at_its_first_token_alone(self) -> None:
-        assert shown(looked_up("Red", "red"), byte_tokenizer()) == [("R", "r"), ("e", ""), ("d", "")]
-
-    def test_a_value_with_a_space_before_it(self) -> None:
-        assert shown(looked_up(" 71", " 71"), byte_tokenizer()) == [("7", "7"), ("1", "1")]
-        assert shown(looked_up("71", " 71"), byte_tokenizer()) == [("7", " "), ("1", "1")]
-        assert shown(looked_up(" Red", "red"), byte_tokenizer()) == [("R", "r"), ("e", ""), ("d", "")]
-
-    def test_left_padding_moves_all_positions(self) -> None:
-        documents = [looked_up("712"), looked_up("8"), looked_up("90123")]
-        left, right = (encode(documents, digit_tokenizer(), side) for side in ("left", "right"))  # type: ignore[arg-type]
-        shift_B1 = (left.attention_mask == 0).sum(1, keepdim=True)
-        assert shift_B1.unique().numel() > 1 and left.read_query.shape == (3, 5)
-        for name in PAIRS:
-            there, moved = getattr(right, name), getattr(left, name)
-            assert torch.equal(moved, there.where(there < 0, there + shift_B1))
-
-    def test_until_answer_keeps_the_first_token_of_the_last_answer(self) -> None:
-        for side in ("left", "right"):
-            batch = encode([looked_up("712")], digit_tokenizer(), side, until_answer=True)  # type: ignore[arg-type]
+def test_reads_of_one_token_are_the_questions() -> None:
+    documents = {task: sample(task) for task in RETRIEVING}
+    documents["several"] = several_questions()
+    documents["ended"] = [with_ends(document) for document in several_questions()]
+    data = Data.model_validate({"path": "none", "columns": {"answer_span": "at"}})
+    row = Row("here", {"prompt": "red:4\nblue:71\nblue is", "answer": "71", "at": [11, 13]})
+    documents["of the user, with its end token"] = [Reader(data, pico_tokenizer()).document(row)]
+    for name, made in documents.items():
+        for until_answer, side in product((False, True), ("left", "right")):
+            batch = encode(made, pico_tokenizer(), side, until_answer)  # type: ignore[arg-type]
             for read, question in PAIRS.items():
-                assert torch.equal(getattr(batch, read), getattr(batch, question))
-
-    def test_of_the_users_data(self) -> None:
-        data = Data.model_validate({"path": "none", "columns": {"answer_span": "at"}})
-        row = Row("here", {"prompt": "red: 402\nblue: 713\nblue is", "answer": " 713", "at": [14, 18]})
-        tokenizer = byte_tokenizer(("Ġ", "7"), end=True)
-        document = Reader(data, tokenizer).document(row)
-        assert document.text[slice(*document.questions[0].value)] == "713"  # type: ignore[misc]
-        assert shown(document, tokenizer) == [(" 7", " 7"), ("1", "1"), ("3", "3")]
+                assert torch.equal(getattr(batch, read), getattr(batch, question)), name
+    by_hand = prompts()
+    assert all(getattr(by_hand, read) is getattr(by_hand, question) for read, question in PAIRS.items())
+    assert encode(sample("sentence"), pico_tokenizer()).read_query.tolist() == [[-1]] * 4
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_of_random_texts(seed: int) -> None:
+def test_every_token_is_read_where_it_stands() -> None:
+    batch = encode([looked_up("712")], byte_tokenizer())
+    first, query = int(batch.answer_token[0, 0]), int(batch.query[0, 0])
+    end = int(batch.segment_end[0, 0])
+    assert reads(batch) == [(query + i, end, first + i) for i in range(3)] and end == first + 3
+
+
+def test_other_tokens_in_the_segment() -> None:
+    """A token that begins inside another one of the value is held by it."""
+    tokenizer = byte_tokenizer(("Ġ", "5"), ("Ġ5", "1"), ("1", "2"))
+    assert shown(looked_up(" 512"), tokenizer) == [(" 51", "5"), ("2", "12")]
+    assert shown(looked_up(" 5123"), tokenizer) == [(" 51", "5"), ("2", "12"), ("3", "3")]
+    tokenizer = byte_tokenizer((":", "5"), (":5", "1"), ("1", "2"))
+    assert shown(looked_up("512"), tokenizer) == [("5", ":51"), ("12", ":51")]
+
+
+def test_a_space_of_its_own_is_not_read() -> None:
+    assert shown(looked_up(" 71"), byte_tokenizer()) == [("7", "7"), ("1", "1")]
+    assert shown(looked_up("7 1"), byte_tokenizer()) == [("7", "7"), (" ", " "), ("1", "1")]
+
+
+def test_nothing_after_the_answer_is_read() -> None:
+    tokenizer = byte_tokenizer(end=True)
+    expected = [("7", "7"), ("1", "1")]
+    for after in ("\n", "<end>", " \n<end>"):
+        assert shown(looked_up("71", after=after), tokenizer) == expected
+    assert shown(looked_up("71", after="<end>"), byte_tokenizer()) == [*expected, *((c, "") for c in "<end>")]
+
+
+def test_tokens_that_share_a_character_correspond_in_order() -> None:
+    batch = encode([looked_up(" é🙂漢x")], byte_tokenizer(("Ġ", "Ã")))
+    first = int(batch.answer_token[0, 0])
+    assert [place - first for *_, place in reads(batch)] == list(range(2 + 4 + 3 + 1))
+
+
+def test_an_answer_that_continues_after_the_value() -> None:
+    assert shown(looked_up("71 km", "71"), byte_tokenizer(("1", "Ċ"))) == [
+        ("7", "7"), ("1", "1\n"), *((c, "") for c in " km")
+    ]  # fmt: skip
+
+
+def test_another_text_is_read_at_its_first_token_alone() -> None:
+    assert shown(looked_up("Red", "red"), byte_tokenizer()) == [("R", "r"), ("e", ""), ("d", "")]
+
+
+def test_a_value_with_a_space_before_it() -> None:
+    assert shown(looked_up(" 71", " 71"), byte_tokenizer()) == [("7", "7"), ("1", "1")]
+    assert shown(looked_up("71", " 71"), byte_tokenizer()) == [("7", " "), ("1", "1")]
+    assert shown(looked_up(" Red", "red"), byte_tokenizer()) == [("R", "r"), ("e", ""), ("d", "")]
+
+
+def test_left_padding_moves_all_positions() -> None:
+    documents = [looked_up("712"), looked_up("8"), looked_up("90123")]
+    left, right = (encode(documents, digit_tokenizer(), side) for side in ("left", "right"))  # type: ignore[arg-type]
+    shift_B1 = (left.attention_mask == 0).sum(1, keepdim=True)
+    assert shift_B1.unique().numel() > 1 and left.read_query.shape == (3, 5)
+    for name in PAIRS:
+        there, moved = getattr(right, name), getattr(left, name)
+        assert torch.equal(moved, there.where(there < 0, there + shift_B1))
+
+
+def test_until_answer_keeps_the_first_token_of_the_last_answer() -> None:
+    for side in ("left", "right"):
+        batch = encode([looked_up("712")], digit_tokenizer(), side, until_answer=True)  # type: ignore[arg-type]
+        for read, question in PAIRS.items():
+            assert torch.equal(getattr(batch, read), getattr(batch, question))
+
+
+def test_of_the_users_data() -> None:
+    data = Data.model_validate({"path": "none", "columns": {"answer_span": "at"}})
+    row = Row("here", {"prompt": "red: 402\nblue: 713\nblue is", "answer": " 713", "at": [14, 18]})
+    tokenizer = byte_tokenizer(("Ġ", "7"), end=True)
+    document = Reader(data, tokenizer).document(row)
+    assert document.text[slice(*document.questions[0].value)] == "713"  # type: ignore[misc]
+    assert shown(document, tokenizer) == [(" 7", " 7"), ("1", "1"), ("3", "3")]
+
+
+def test_of_random_texts() -> None:
     """A token is held by one that covers its first character; equal tokens in both places correspond one to one."""
-    rng = rng_of("reads", seed)
+    rng = rng_of("reads")
     letters = "abc12 é漢🙂"
     merges = (("a", "b"), ("Ġ", "1"), ("1", "2"), ("Ã", "©"), ("2", "1"), ("c", "Ġ"))
-    tokenizer = byte_tokenizer(*rng.sample(merges, 4))
-    answer = rng.choice(("", " ")) + "x" + "".join(rng.choice(letters) for _ in range(rng.randint(1, 9))) + "x"
-    document = looked_up(answer, after=rng.choice(("", "\n")))
-    (question,) = document.questions
-    assert question.value is not None
-    batch = encode([document], tokenizer)
-    offsets = tokenizer(document.text, return_offsets_mapping=True)["offset_mapping"]
-    ids = batch.input_ids[0].tolist()
-    shift = question.value[0] - question.answer[0] - (len(answer) - len(answer.lstrip()))
-    places = []
-    for query, _, place in reads(batch):
-        begin = max(offsets[query + 1][0], question.value[0] - shift)
-        assert offsets[place][0] <= begin + shift < offsets[place][1]
-        places.append((query + 1, place))
-    assert [token for token, _ in places] == list(range(places[0][0], places[0][0] + len(places)))
-    first, count = int(batch.answer_token[0, 0]), len(places)
-    if ids[first : first + count] == ids[places[0][0] : places[0][0] + count]:
-        assert [place for _, place in places] == list(range(first, first + count))
+    for _ in range(40):
+        tokenizer = byte_tokenizer(*rng.sample(merges, 4))
+        answer = rng.choice(("", " ")) + "x" + "".join(rng.choice(letters) for _ in range(rng.randint(1, 9))) + "x"
+        document = looked_up(answer, after=rng.choice(("", "\n")))
+        (question,) = document.questions
+        assert question.value is not None
+        batch = encode([document], tokenizer)
+        offsets = tokenizer(document.text, return_offsets_mapping=True)["offset_mapping"]
+        ids = batch.input_ids[0].tolist()
+        shift = question.value[0] - question.answer[0] - (len(answer) - len(answer.lstrip()))
+        places = []
+        for query, _, place in reads(batch):
+            begin = max(offsets[query + 1][0], question.value[0] - shift)
+            assert offsets[place][0] <= begin + shift < offsets[place][1]
+            places.append((query + 1, place))
+        assert [token for token, _ in places] == list(range(places[0][0], places[0][0] + len(places)))
+        first, count = int(batch.answer_token[0, 0]), len(places)
+        if ids[first : first + count] == ids[places[0][0] : places[0][0] + count]:
+            assert [place for _, place in places] == list(range(first, first + count))
 
 
 def test_all_digits_of_generated_values_are_read() -> None:

@@ -12,7 +12,7 @@ import torch
 from surgery.errors import ModelError, RecipeError
 from surgery.evaluate import compare as comparison
 from surgery.evaluate.compare import compare_models, load_comparison
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 FEW = ("evaluate.pairs=[2]", "evaluate.examples=4", "evaluate.tasks=[kv_retrieval, perplexity]", "evaluate.sentences=3")
 

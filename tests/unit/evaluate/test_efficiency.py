@@ -12,7 +12,7 @@ from surgery.errors import RunError
 from surgery.evaluate.efficiency import TRANSFORMER, _Timer, costs, efficiency, transformer_like
 from surgery.models.sizes import sizes_of
 from surgery.recipe import Efficiency
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site
 
 measuring = import_module("surgery.evaluate.efficiency")
 SMALL = Efficiency(lengths=(6, 12), batch_sizes=(1, 3), new_tokens=2, repeats=2)

@@ -13,8 +13,8 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.recipe import Evaluate, Train
 from surgery.report.results import cell_of, entries, label_of
 from surgery.scoring.ranking import LARGEST
-from surgery.testing.pico import pico_base, pico_tokenizer
 from tests.support.errors import NO_MEMORY, failing
+from tests.support.pico import pico_base, pico_tokenizer
 
 FEW = Evaluate.model_validate({"pairs": [2], "examples": 4, "sentences": 3, "tasks": ["kv_retrieval", "perplexity"]})
 

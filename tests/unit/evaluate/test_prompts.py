@@ -12,7 +12,7 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.probes.documents import Document
 from surgery.recipe import Evaluate
 from surgery.recipe.evaluate import DEFAULT_TASKS
-from surgery.testing.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 
 EVERY = [
     {"task": "kv_retrieval", "pairs": [3]}, {"task": "mqar", "pairs": [4]}, {"task": "phonebook", "pairs": [4]},

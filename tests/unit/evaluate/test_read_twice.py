@@ -12,7 +12,7 @@ from surgery.evaluate.read_twice import prompts_twice, read_twice
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import PROBES, Options
 from surgery.recipe import Evaluate
-from surgery.testing.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 
 
 @pytest.mark.parametrize("task", ["kv_retrieval", "records", "needle_multi_query", "closed_book"])

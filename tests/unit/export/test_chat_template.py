@@ -19,8 +19,8 @@ from surgery.export.folder import export_model
 from surgery.export.verify import verify_folder
 from surgery.models.loading import load_tokenizer
 from surgery.recipe import Base, Export
-from surgery.testing.pico import pico_hybrid, pico_site, pico_tokenizer
 from tests.support.exports import in_this_process
+from tests.support.pico import pico_hybrid, pico_site, pico_tokenizer
 
 BASES_OWN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}\n"

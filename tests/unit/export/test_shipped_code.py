@@ -13,9 +13,9 @@ from surgery.errors import ModelError
 from surgery.export import transformers_folder
 from surgery.export.folder import export_model
 from surgery.export.shipped_code import _check_keys, check_code, private_copy
-from surgery.testing.pico import pico_tokenizer
 from tests.support.battery import every_spliced, trained
 from tests.support.exports import in_this_process
+from tests.support.pico import pico_tokenizer
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig
 
 from surgery.export.transformers_folder import write_folder
-from surgery.testing.pico import pico_hybrid, pico_site, pico_tokenizer
+from tests.support.pico import pico_hybrid, pico_site, pico_tokenizer
 
 END = pico_tokenizer().eos_token_id
 

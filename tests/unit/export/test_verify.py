@@ -27,10 +27,10 @@ from surgery.export.reload import TOLERANCE, compare, make_reference, prompt_ids
 from surgery.export.verify import check_publishable, verify_folder
 from surgery.models.lookup import family_of
 from surgery.recipe.export import EXPORT_FORMATS
-from surgery.testing.pico import pico_tokenizer
 from surgery.types import Graft, Plan
 from tests.support.battery import base, plan_of, trained
 from tests.support.exports import card_of, edit, in_this_process, list_again, refusal, written
+from tests.support.pico import pico_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ from surgery.hybrid.sites import splice_sites
 from surgery.hybrid.streams import StreamAttention
 from surgery.recipe import Splice
 from surgery.splice.plan import splice_field
-from surgery.testing.pico import (
+from tests.support.battery import plan_of
+from tests.support.pico import (
     HIDDEN,
     pico_config,
     pico_family,
@@ -30,7 +31,6 @@ from surgery.testing.pico import (
     randomise,
     tokens,
 )
-from tests.support.battery import plan_of
 
 SITES = [
     pico_site(0, [2]),

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 
 from surgery.hybrid import CLASSES
 from surgery.models.runtime import requires_grad, stays_in_fp32
-from surgery.testing.pico import HIDDEN, VOCAB, pad, tokens
 from tests.support.battery import base, every_spliced, logits, shared, stays_fp32, trained
+from tests.support.pico import HIDDEN, VOCAB, pad, tokens
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
 every_class = pytest.mark.parametrize("classes", CLASSES, ids=[c[0].model_type for c in CLASSES])

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgery.hybrid import backends
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, random_site, tokens
 from tests.support.battery import base, every_mode, every_spliced, trained
+from tests.support.pico import pico_base, pico_hybrid, pico_site, random_site, tokens
 
 NO_KERNEL = (
     {"alias", "as_strided", "detach", "empty", "expand", "lift_fresh", "narrow", "new_empty", "permute", "select"}

@@ -10,8 +10,8 @@ from surgery.errors import PlanError
 from surgery.models.donors import donor_mixers
 from surgery.models.lookup import block_of, family_of, mixer_of
 from surgery.splice.graft import splice_model
-from surgery.testing.pico import HIDDEN, pico_family, prompts, tokens
 from surgery.types import Plan, plan_from_json, to_json
+from tests.support.pico import HIDDEN, pico_family, prompts, tokens
 from tests.support.teachers import plan_for, section, teacher_of
 
 TEACHERS = ("llama", "qwen2", "gpt_neox")

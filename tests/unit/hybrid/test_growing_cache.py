@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 
 from surgery.hybrid.growing_cache import GrowingHybridLayer, GrowingLayer, let_grow
 from surgery.models.cache import cache_tensors, expand_cache
-from surgery.testing.pico import tokens
 from tests.support.battery import every_spliced, trained
+from tests.support.pico import tokens
 
 PLAIN = {GrowingLayer: DynamicLayer, GrowingHybridLayer: LinearAttentionAndFullAttentionLayer}
 every_kind = pytest.mark.parametrize("kind", PLAIN)

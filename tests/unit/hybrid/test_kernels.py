@@ -18,8 +18,8 @@ from surgery.hybrid import kernels
 from surgery.hybrid.kernels import KERNELS, TORCH_CHUNK, kernels_by_device, missing_kernel
 from surgery.hybrid.modeling_mamba2_hybrid import Mamba2HybridMixer
 from surgery.models.torch_scans import choose_by_device
-from surgery.testing.pico import pico_family, tokens
 from tests.support.kernels import OnCuda
+from tests.support.pico import pico_family, tokens
 
 PACKAGES = {name.partition(".")[0]: set[str]() for modules in KERNELS.values() for name in modules}
 for _module in {name for modules in KERNELS.values() for name in modules}:

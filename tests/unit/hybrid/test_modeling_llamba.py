@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from surgery.hybrid import LlambaConfig, LlambaForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaMixer
-from surgery.testing.pico import HEADS, HIDDEN, STATE, pad, prompts, tokens
 from tests.support.llamba_loop import HEAD_DIM, full, generate, llamba, llamba_config, loop_logits, loop_mixer, part
+from tests.support.pico import HEADS, HIDDEN, STATE, pad, prompts, tokens
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "one key head": {"n_qk_heads": 1},

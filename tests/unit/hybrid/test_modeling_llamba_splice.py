@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from surgery.hybrid import LlambaForCausalLM
-from surgery.testing.pico import STATE, pad, prompts, tokens
 from tests.support.llamba_loop import HEAD_DIM, full, generate, llamba, llamba_site
+from tests.support.pico import STATE, pad, prompts, tokens
 
 SPLICES = {
     "first": [llamba_site(0, [1, 3])],

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
-from surgery.testing.pico import (
+from tests.support.pico import (
     HEAD_DIM,
     STATE,
     pad,

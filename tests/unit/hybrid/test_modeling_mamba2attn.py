@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM, MambaSsmAttention
-from surgery.testing.pico import pad, pico_site, tokens
 from tests.support.mamba2attn import CASES, attn_model
+from tests.support.pico import pad, pico_site, tokens
 
 
 def naive_rotate(x_TP: Tensor, width: int, base: float, interleaved: bool) -> Tensor:

@@ -20,9 +20,9 @@ import surgery.hybrid.attention
 import surgery.hybrid.model
 from surgery.hybrid.packing import SpliceRows, convolved, marked_documents, packed_masks, positions_of
 from surgery.models.torch_scans import torch_scans
-from surgery.testing.pico import PAD, SPLICED_FAMILIES, pico_hybrid, pico_site, random_site, randomise, tokens
 from tests.support.battery import trained
 from tests.support.kernels import with_kernels
+from tests.support.pico import PAD, SPLICED_FAMILIES, pico_hybrid, pico_site, random_site, randomise, tokens
 from tests.unit.splice.test_inserted import trained as inserted
 
 FAMILIES = ("mamba2", "mamba2attn", "bamba", "granite", "zamba2", "nemotron_h")

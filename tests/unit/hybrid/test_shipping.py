@@ -17,8 +17,8 @@ from surgery.hybrid.sites import BRANCHES, BUILT_IN, register_branch
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from surgery.testing.pico import pico_config, pico_tokenizer
 from tests.support.battery import base, every_spliced, plan_of, trained
+from tests.support.pico import pico_config, pico_tokenizer
 from tests.unit.splice.test_plan import chosen
 
 BRANCH = """

@@ -25,9 +25,9 @@ from transformers import (
 import surgery.hybrid
 from surgery.hybrid.streams import StreamAttention
 from surgery.models.lookup import family_of, mixer_of
-from surgery.testing.pico import tokens
 from tests.support.battery import base, every_mode, every_spliced, logits, trained
 from tests.support.kernels import with_kernels
+from tests.support.pico import tokens
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
 READ_DIRECTLY = ("dt_proj",)  # plain Mamba-1 multiplies with its weight, past the module

@@ -13,7 +13,7 @@ from surgery.init.probing import ADJACENT, FAR, Format, Screening, Share
 from surgery.recipe import Base, Recipe, check_recipe
 from surgery.recipe.yaml import load_yaml
 from surgery.run.machine import GIB, Machine
-from surgery.testing.pico import pico_config
+from tests.support.pico import pico_config
 
 CPU = Machine("2 CPU cores", 16 * GIB, 1, False)
 RECORDS = Format("records")

@@ -11,7 +11,7 @@ import pytest
 from surgery.errors import DataError
 from surgery.init.own_data import source_of_file
 from surgery.recipe import Source
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 ROW = {"prompt": "The number of Balo is 42.\nThe number of Balo is", "answer": " 42"}
 

@@ -8,7 +8,7 @@ import pytest
 
 from surgery.errors import ProbeError
 from surgery.init.probing import ADJACENT, EASY, FAR, HARD, Format, Prober, Screening, Share, find_pairs, screen
-from surgery.testing.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 
 Curve = Callable[[int], float]
 

@@ -1,4 +1,4 @@
-"""The trained pair of the serving tests is that of docs/INSERTED.md."""
+"""The trained pair of the serving tests is that of paper/INSERTED.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_the_recipe_is_the_documented_one() -> None:
     path = ROOT / "integrations/pair.yaml"
     recipe = load_recipe(path)
-    documented, apart = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/INSERTED.md").read_text(encoding="utf-8"), re.S)
+    documented, apart = re.findall(r"```yaml\n(.*?)```", (ROOT / "paper/INSERTED.md").read_text(encoding="utf-8"), re.S)
     written = yaml.safe_load(path.read_text(encoding="utf-8"))
     for name, section in yaml.safe_load(documented).items():
         assert {key: written[name][key] for key in section} == section, name

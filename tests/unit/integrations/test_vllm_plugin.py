@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from surgery.testing.pico import HEAD_DIM, HIDDEN, pico_hybrid, pico_site, random_site
 from tests.support.battery import trained
+from tests.support.pico import HEAD_DIM, HIDDEN, pico_hybrid, pico_site, random_site
 
 PLUGIN = Path(__file__).resolve().parents[3] / "integrations/vllm"
 EXPORT = PLUGIN.parents[1] / "checkpoints/quickstart/export"

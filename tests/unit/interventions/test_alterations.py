@@ -8,7 +8,7 @@ import torch
 from surgery.errors import ModelError
 from surgery.interventions.alterations import altered
 from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
-from surgery.testing.pico import FAMILY_NAMES, pico_family, pico_hybrid, pico_site, tokens
+from tests.support.pico import FAMILY_NAMES, pico_family, pico_hybrid, pico_site, tokens
 
 every_family = pytest.mark.parametrize("name", FAMILY_NAMES)
 

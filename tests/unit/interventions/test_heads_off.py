@@ -12,7 +12,7 @@ from surgery.interventions.alterations import altered
 from surgery.interventions.heads_off import heads_off
 from surgery.models.lookup import family_of
 from surgery.splice.graft import splice_model
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, tokens
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, tokens
 from tests.support.teachers import plan_for, section, teacher_of
 
 

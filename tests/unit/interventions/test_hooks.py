@@ -14,7 +14,8 @@ from surgery.interventions.hooks import ActivationCache, from_mixer, record
 from surgery.interventions.oracle_read import OracleRead, intervene
 from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.testing.pico import (
+from surgery.types import MixerSpec
+from tests.support.pico import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -28,7 +29,6 @@ from surgery.testing.pico import (
     random_site,
     tokens,
 )
-from surgery.types import MixerSpec
 from tests.support.rounding import assert_close_in_ulps
 
 SPECS = family_of(pico_base().config).mixers(pico_base().config)

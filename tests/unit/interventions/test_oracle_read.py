@@ -13,9 +13,9 @@ from surgery.interventions.oracle_read import values_at
 from surgery.locate.ablation_sweep import READS, Variant, change_at_query
 from surgery.locate.clean_run import run_clean
 from surgery.models.cache import cache_of_all_tokens
-from surgery.testing.pico import pico_family, pico_family_config, prompts
 from surgery.types import MixerSpec
 from tests.support.oracles import naive_change_at_query
+from tests.support.pico import pico_family, pico_family_config, prompts
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}  # in the layers 1 and 2 of three
 

@@ -16,7 +16,9 @@ from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.models.cache import copied_bytes, expand_cache
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.scoring.choices import arguments
-from surgery.testing.pico import (
+from surgery.types import MixerSpec
+from tests.support.battery import base, mixers, trained
+from tests.support.pico import (
     FAMILY_NAMES,
     pico_base,
     pico_family,
@@ -25,8 +27,6 @@ from surgery.testing.pico import (
     prompts,
     random_site,
 )
-from surgery.types import MixerSpec
-from tests.support.battery import base, mixers, trained
 
 NEITHER = ("mamba", "falcon_mamba", "llama", "qwen2", "gpt_neox")  # a decay for every state, or no state
 SHARED = [name for name in FAMILY_NAMES if reading(mixers(base(name)))]

@@ -35,7 +35,11 @@ from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate
 from surgery.scoring.ranking import ChoiceScores, choice_scores
-from surgery.testing.pico import (
+from surgery.types import HeadId, MixerSpec
+from tests.support.battery import base, mixers, trained
+from tests.support.long_choices import long_prompts
+from tests.support.oracles import naive_ablate, naive_change_at_query
+from tests.support.pico import (
     FAMILY_NAMES,
     HEAD_DIM,
     HEADS,
@@ -47,10 +51,6 @@ from surgery.testing.pico import (
     prompts,
     random_site,
 )
-from surgery.types import HeadId, MixerSpec
-from tests.support.battery import base, mixers, trained
-from tests.support.long_choices import long_prompts
-from tests.support.oracles import naive_ablate, naive_change_at_query
 
 MODELS = {
     "base": lambda: pico_base(n_groups=2),

@@ -27,9 +27,9 @@ from surgery.probes.documents import Document, Question, Writer, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.sentences import sentence
 from surgery.scoring.choices import arguments
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
 from surgery.types import MixerSpec
 from tests.support.oracles import naive_integrated_gradients, naive_layer_divergence
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
 
 MODELS: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: pico_base(n_groups=1),

@@ -15,7 +15,7 @@ from surgery.locate.batches import counterfactuals
 from surgery.locate.locating import locate_heads
 from surgery.probes.registry import prompts_of
 from surgery.recipe import Locate, Splice
-from surgery.testing.pico import pico_base, pico_tokenizer, prompts
+from tests.support.pico import pico_base, pico_tokenizer, prompts
 
 
 def with_answers(*tokens: int, targets: Sequence[int] = ()) -> EncodedBatch:

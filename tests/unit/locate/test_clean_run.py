@@ -9,8 +9,8 @@ from torch import Tensor
 
 from surgery.locate.clean_run import run_clean
 from surgery.scoring.choices import row_bytes
-from surgery.testing.pico import pico_family, prompts
 from tests.support.long_choices import long_prompts
+from tests.support.pico import pico_family, prompts
 
 
 def test_the_bytes_of_a_prompt_are_those_of_its_cache() -> None:

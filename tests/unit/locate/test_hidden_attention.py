@@ -27,8 +27,8 @@ from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.splice.graft import splice_model
-from surgery.testing.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts
 from surgery.types import HeadId, MixerSpec
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts
 from tests.support.samples import sample
 from tests.support.teachers import plan_for, section, teacher_of
 

@@ -20,10 +20,10 @@ from surgery.locate.selection import rank
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import all_columns
-from surgery.testing.pico import pico_base, pico_family, pico_tokenizer
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, better_read, head_set_from_json, to_json
 from tests.support.errors import NO_MEMORY, failing
 from tests.support.oracles import naive_ablate, naive_change_at_query
+from tests.support.pico import pico_base, pico_family, pico_tokenizer
 
 locating = import_module("surgery.locate.locating")
 choosing = import_module("surgery.locate.selection")

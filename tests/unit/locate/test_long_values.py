@@ -25,10 +25,10 @@ from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate, Splice
 from surgery.scoring.ranking import answer_choices
-from surgery.testing.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, random_site
 from surgery.types import HeadId
 from tests.support.long_choices import Change, digit_tokenizer, long_prompts, margins, unpadded, whole_passes
 from tests.support.oracles import naive_ablate, naive_change_at_query
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, random_site
 
 MODELS = {name: partial(pico_family, name) for name in FAMILY_NAMES}
 MODELS["hybrid"] = lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0], "replace")])

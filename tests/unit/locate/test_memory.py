@@ -15,7 +15,7 @@ from surgery.locate.memory import LocateMemory, locate_memory
 from surgery.models.meters import Meter, belongings
 from surgery.models.sizes import meta_model
 from surgery.recipe import Locate
-from surgery.testing.pico import FAMILY_NAMES, pico_base, pico_family, pico_tokenizer, prompts
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_tokenizer, prompts
 
 STEP = Locate(methods=("query", "patching", "sharpen"))
 WHOLE = Locate(methods=("ablation", "query"))

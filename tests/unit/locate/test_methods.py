@@ -17,7 +17,7 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.methods import METHODS, Column, LocateBatch, register_method
 from surgery.recipe import Locate, Search, Splice
 from surgery.recipe.methods import RANKINGS, all_columns, is_greedy
-from surgery.testing.pico import pico_base, pico_tokenizer, prompts
+from tests.support.pico import pico_base, pico_tokenizer, prompts
 
 SECTION = Locate(pairs=4, examples=4, batch_size=2)
 

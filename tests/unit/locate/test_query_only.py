@@ -9,8 +9,8 @@ import pytest
 from surgery.locate.locating import locate_heads
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import all_columns
-from surgery.testing.pico import pico_family, pico_tokenizer
 from surgery.types import Interval
+from tests.support.pico import pico_family, pico_tokenizer
 
 CONTEXT = {"ablation", "context"}
 EFFECTS = {column.name for column in all_columns().values() if column.effect}

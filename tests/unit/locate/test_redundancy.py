@@ -10,8 +10,8 @@ import pytest
 from surgery.locate.locating import locate_heads
 from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_together
 from surgery.recipe import Locate, Splice
-from surgery.testing.pico import pico_base, pico_tokenizer
 from surgery.types import HeadId, Interval, ScoredHead, head_set_from_json, to_json
+from tests.support.pico import pico_base, pico_tokenizer
 
 A, B, C, D = (HeadId(layer, head) for layer in range(2) for head in range(2))
 

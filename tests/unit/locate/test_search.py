@@ -10,7 +10,7 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.selection import search_rounds, survivors
 from surgery.models.lookup import family_of
 from surgery.recipe import Locate, Search, Splice
-from surgery.testing.pico import pico_base, pico_family, pico_tokenizer
+from tests.support.pico import pico_base, pico_family, pico_tokenizer
 
 
 def drawn(means: list[float], n: int, seed: int, spread: float = 1.0) -> np.ndarray:

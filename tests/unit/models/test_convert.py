@@ -17,9 +17,9 @@ from surgery.files.ownership import MARK
 from surgery.models.convert import convert
 from surgery.models.loading import load_model
 from surgery.recipe import Base
-from surgery.testing.pico import pico_family, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.mamba2attn import attn_model
 from tests.support.mamba_ssm_files import KINDS, PADDED, Kind, assert_same_logits, state_of, tiny, write
+from tests.support.pico import pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 
 def base_of(folder: Path) -> Base:

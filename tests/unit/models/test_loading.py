@@ -37,7 +37,6 @@ from surgery.models.stored import FOREIGN
 from surgery.recipe import Base, Recipe, to_yaml
 from surgery.recipe.public import source_of
 from surgery.splice.plan import check_splices
-from surgery.testing.pico import FAMILY_NAMES, pico_base, pico_family, pico_family_config, pico_tokenizer
 from tests.integration.conftest import BASE
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.mamba_ssm_files import (
@@ -50,6 +49,7 @@ from tests.support.mamba_ssm_files import (
     tiny,
     write,
 )
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_family_config, pico_tokenizer
 
 LAYERS = ("Mamba1", "Mamba2")
 MIXER = "backbone.layers.1.mixer"

@@ -13,8 +13,8 @@ from surgery.models.layouts import Family
 from surgery.models.lookup import STRUCTURES, family_of
 from surgery.models.registry import families, register_family
 from surgery.splice.plan import splice_field
-from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_family_config
 from tests.support.battery import plan_of
+from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_family_config
 
 WRITTEN = {"model_type", "layer_types", "architectures", "transformers_version", "splice"}
 

@@ -12,9 +12,9 @@ from surgery.models.lookup import family_of
 from surgery.models.sizes import kv_bytes_per_token, meta_model, sizes_of, state_bytes
 from surgery.recipe import Splice
 from surgery.splice.plan import splice_field
-from surgery.testing.pico import pico_site, random_site
 from surgery.train.optimizer import spliced_parameters
 from tests.support.battery import base, every_family, every_init, every_spliced, plan_of, spliced
+from tests.support.pico import pico_site, random_site
 
 
 @every_family

@@ -16,8 +16,8 @@ from transformers.models.mamba2 import modeling_mamba2
 from surgery.models import torch_scans as module_of_scans
 from surgery.models.meters import Meter
 from surgery.models.torch_scans import chunk_scan, code_text, packed_convolution, torch_scans
-from surgery.testing.pico import pico_family, pico_hybrid, random_site, tokens
 from tests.support.kernels import OnCuda
+from tests.support.pico import pico_family, pico_hybrid, random_site, tokens
 
 MAMBA1 = ("mamba", "falcon_mamba")
 MAMBA2 = ("mamba2", "nemotron_h", "bamba", "granite", "zamba2", "falcon_h1")

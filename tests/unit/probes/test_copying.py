@@ -10,7 +10,7 @@ from surgery.data.encoding import encode
 from surgery.errors import ProbeError
 from surgery.probes.copying import copying_document
 from surgery.probes.documents import split_of
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 
 @pytest.mark.parametrize("pieces", [2, 5, 40])

@@ -9,13 +9,12 @@ import pytest
 from surgery.data.encoding import encode
 from surgery.errors import ProbeError
 from surgery.evaluate.prompts import make_prompts
-from surgery.probes.documents import rng_of
+from surgery.probes.documents import expected_answers, rng_of
 from surgery.probes.echo import echo_document
 from surgery.probes.kv_retrieval import HEADER, kv_document
 from surgery.probes.words import FILLER, key_words
 from surgery.recipe import Evaluate
-from surgery.scoring.generation import expected_answers
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
 LINE = re.compile(r"([a-z]+)((?: [a-z]+)*):(\d+) ([a-z]+)\n")

@@ -22,7 +22,7 @@ from surgery.probes.registry import PROBES, Options
 from surgery.probes.words import FILLER
 from surgery.recipe import Evaluate, EvaluationTask, Locate, Source
 from surgery.scoring.ranking import answer_choices
-from surgery.testing.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 
 FILLED = ("kv_retrieval", "phonebook", "json_kv", "multi_hop", "records", "key_echo", "kv_repeated")
 SIZED = ("kv_retrieval", "phonebook", "json_kv", "records", "key_echo", "kv_repeated")

@@ -9,7 +9,7 @@ from surgery.errors import ProbeError
 from surgery.probes.documents import Split, rng_of
 from surgery.probes.hops import hop_document
 from surgery.probes.words import key_words
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
 

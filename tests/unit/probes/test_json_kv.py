@@ -11,7 +11,7 @@ from surgery.data.encoding import encode
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, rng_of, split_of
 from surgery.probes.json_kv import HEADER, UUID, json_kv_document
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
 QUESTION = re.compile(r'\nKey: "([0-9a-f-]+)"\nCorresponding value: "([0-9a-f-]+)"\n')

@@ -18,7 +18,7 @@ from surgery.probes.knowledge import (
 )
 from surgery.probes.registry import PROBES, Half, Options
 from surgery.probes.words import ANSWERS, RELATIONS, entity_names
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
 

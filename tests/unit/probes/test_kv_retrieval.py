@@ -10,7 +10,7 @@ from surgery.errors import ProbeError
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import NUM_VALUES, kv_document
 from surgery.probes.words import key_words
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
 TEXT = re.compile(

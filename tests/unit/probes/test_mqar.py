@@ -10,7 +10,7 @@ from surgery.data.encoding import encode
 from surgery.errors import ProbeError
 from surgery.probes.documents import rng_of
 from surgery.probes.mqar import mqar_document, mqar_words, single_token_words
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
 KEYS, VALUES = tuple(f"k{i}" for i in range(20)), tuple(f"v{i}" for i in range(12))

@@ -13,7 +13,7 @@ from surgery.probes.documents import Document, Split, rng_of
 from surgery.probes.needle import Kind, needle_document, token_count
 from surgery.probes.phonebook import space_of
 from surgery.probes.words import key_words
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
 KINDS = get_args(Kind)

@@ -14,7 +14,7 @@ from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Split, rng_of, split_of
 from surgery.probes.knowledge import facts
 from surgery.probes.phonebook import DIGITS, Space, phonebook_document, space_of
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
 LINE = re.compile(rf"([A-Z][a-z]+ [A-Z][a-z]+): (\d{{{DIGITS}}})")

@@ -12,7 +12,7 @@ from surgery.probes.documents import Document, rng_of
 from surgery.probes.phonebook import Space
 from surgery.probes.records import HEADER, QUESTIONS, TEMPLATES, records_document
 from surgery.probes.words import key_words
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
 NAME = re.compile(r"\b(?!In\b|A\b|The\b)([A-Z][a-z]{3,})\b")

@@ -14,7 +14,7 @@ from surgery.probes.kv_retrieval import HEADER, kv_document
 from surgery.probes.repeated import repeated_document
 from surgery.probes.words import FILLER, key_words
 from surgery.recipe import Evaluate
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
 LINE = re.compile(r"([a-z]+)((?: [a-z]+)*):(\d+)\n")

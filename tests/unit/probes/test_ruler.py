@@ -13,7 +13,7 @@ from surgery.probes.needle import token_count
 from surgery.probes.registry import PROBES, Options
 from surgery.probes.ruler import variable_document, words_document
 from surgery.recipe import Evaluate
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 
 def answers(document: object) -> list[str]:

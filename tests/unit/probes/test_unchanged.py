@@ -9,7 +9,7 @@ import pytest
 
 from surgery.probes.documents import rng_of
 from surgery.probes.registry import PROBES, Options
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 # First digits of the SHA-256 of 24 documents of each task, text and questions. Without a tokenizer mqar has none.
 DIGESTS = {

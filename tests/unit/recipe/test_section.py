@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from surgery.probes.registry import prompts_of
 from surgery.recipe import Evaluate, Locate, Source
 from surgery.recipe.section import Section
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 ROOT = Path(__file__).parents[3]
 KV: dict[str, Any] = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1.0}}

@@ -15,8 +15,8 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import AnalysisRecipe, Change, Swap, Teacher, check_recipe
 from surgery.reproduce.analysis import minimal_model, side_by_side
 from surgery.reproduce.expansion import check_change, expand, off_heads, swap_plan
-from surgery.testing.pico import pico_config, pico_family_config
 from surgery.types import HeadId, HeadSet, ScoredHead, to_json
+from tests.support.pico import pico_config, pico_family_config
 
 TEACHER = Teacher(model="teacher")
 

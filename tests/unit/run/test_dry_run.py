@@ -10,7 +10,7 @@ import pytest
 from surgery.errors import PlanError
 from surgery.recipe import check_recipe
 from surgery.run.dry_run import dry_run
-from surgery.testing.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 
 
 def test_a_model_without_a_splice_is_no_hybrid_to_train(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from surgery.errors import ModelError
 from surgery.recipe import Recipe
-from surgery.run import evaluate_stage, stages
+from surgery.run import evaluate_stage, locate_stage, train_stages
 from surgery.run.pipeline import run_pipeline
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 TOKENS = len(pico_tokenizer())
 WEIGHT = "backbone.layers.1.mixer.in_proj.weight"
@@ -31,7 +31,11 @@ def folder(path: Path, spliced: bool = False, broken: bool = False, vocab_size: 
 
 @pytest.fixture(autouse=True)
 def nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((stages, "locate_heads"), (stages, "train_model"), (evaluate_stage, "evaluate_model")):
+    for module, name in (
+        (locate_stage, "locate_heads"),
+        (train_stages, "train_model"),
+        (evaluate_stage, "evaluate_model"),
+    ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("a stage began"))
 
 

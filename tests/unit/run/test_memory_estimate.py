@@ -22,13 +22,13 @@ from surgery.recipe import Source, Splice, Train, Weights
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_tokenizer
 from surgery.train.losses import answer_rows
 from surgery.train.optimizer import spliced_parameters
 from surgery.train.targets import logits_at
 from surgery.train.teacher import Teacher
 from surgery.train.training import train_model
 from surgery.types import HeadSet, Plan, ScoredHead
+from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_tokenizer
 
 CLOSE = 0.1
 OBJECTIVES: dict[str, dict[str, float]] = {

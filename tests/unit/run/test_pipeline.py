@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -15,12 +14,14 @@ import pytest
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Recipe, check_recipe
 from surgery.report.figures import curves
-from surgery.run import pipeline, stages
+from surgery.run import pipeline
 from surgery.run.context import Run, Silent
-from surgery.testing.pico import pico_base, pico_config, pico_hybrid, pico_site, pico_tokenizer
+from surgery.run.stage import Stage
+from surgery.run.train_stages import ControlStage, TrainStage
 from surgery.train import trainer
 from surgery.train.training import make_accelerator
 from surgery.types import Graft, Plan
+from tests.support.pico import pico_base, pico_config, pico_hybrid, pico_site, pico_tokenizer
 
 SOURCE = {"task": "kv_retrieval", "pairs": 2, "questions": 1, "rows": 1, "weights": {"answer": 1.0}}
 LOAD, STEP = 100.0, 10.0  # seconds on the clock of the tests
@@ -66,6 +67,7 @@ class StopsAfter(Silent):
     """Interrupts the training after a step, as Ctrl-C does."""
 
     def __init__(self, step: int | None) -> None:
+        super().__init__()
         self.step = step
         self.seconds = 0.0
 
@@ -87,9 +89,10 @@ def session(folder: Path, name: str, after: int | None = None, **train: Any) -> 
     data = {"name": "t", "base": {"model": "m"}, "locate": {"pairs": 2}, "train": {"save_every": 1, **section}}
     run = Run(check_recipe(data, Recipe), folder, make_accelerator(), StopsAfter(after))
     run.__dict__.update(revision="r", base_size=1000, _tokenizer=pico_tokenizer())
-    (stage,) = (stage for stage in stages.STAGES if stage.name == name)
+    stage: Stage = {"train": TrainStage, "control": ControlStage}[name]()
+    stage.reads = ()
     with pytest.raises(KeyboardInterrupt) if after is not None else nullcontext():
-        pipeline._run_stage(run, replace(stage, reads=()), forced=False)
+        pipeline.run_stage(run, stage, forced=False)
     manifest = run.rundir.manifest(name) or {"seconds": 0.0}
     return manifest["seconds"], run.reporter.seconds  # type: ignore[attr-defined]
 
@@ -141,6 +144,6 @@ def test_skipped_rows_are_reported(tmp_path: Path) -> None:
     data = {"name": "t", "base": {"model": "m"}, "train": {"steps": 1, "sources": [source, source]}}
     run = Run(check_recipe(data, Recipe), tmp_path / "run", make_accelerator(), Notes())
     run.__dict__["_tokenizer"] = pico_tokenizer()
-    pipeline._check_data(run, pico_config(vocab_size=len(pico_tokenizer())))
+    TrainStage().check_data(run, pico_config(vocab_size=len(pico_tokenizer())))
     (note,) = notes
     assert note.startswith("data rows.jsonl: 2 rows cannot be used and are skipped. The first: ") and ":2: " in note

@@ -16,7 +16,7 @@ from surgery.files.atomic import read_json
 from surgery.recipe import PretrainRecipe, TinyMamba, TinyTransformer, check_recipe
 from surgery.recipe.inputs import inputs_of
 from surgery.run.pretrain import base_card, build_model, pretrain
-from surgery.testing.pico import pico_tokenizer
+from tests.support.pico import pico_tokenizer
 
 SHAPE = {"kind": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 T = 16

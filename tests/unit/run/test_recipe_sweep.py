@@ -15,7 +15,7 @@ from surgery.files.ownership import kind_of, mark
 from surgery.recipe.grid import load_grid
 from surgery.run import recipe_sweep
 from surgery.run.recipe_sweep import run_sweep
-from surgery.testing.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 from tests.unit.report.test_sweep_report import arm
 
 SOURCE = {"task": "kv_retrieval", "rows": 2, "pairs": [2, 2], "weights": {"answer": 1.0}}

@@ -40,14 +40,14 @@ def run(folder: Path, made: Recipe, *siblings: Path) -> Run:
 def finish(new: Run, stage: Stage, text: str = "x") -> str:
     """Write outputs and the manifest of a stage, as if it had run."""
     key = stage.key(new)
-    for output in stage.outputs(new):
+    for output in (new.folder / name for name in stage.outputs(new.recipe)):
         if output.suffix in (".json", ".csv", ".html"):
             write_json(output, text)
         else:
             output.mkdir(parents=True)
             (output / "model.safetensors").write_text(text)
             (output / "config.json").write_text(text)
-    new.rundir.finish(stage.name, key, stage.outputs(new), 7.5)
+    new.rundir.finish(stage.name, key, stage.outputs(new.recipe), 7.5)
     (new.folder / "recipe.yaml").write_text(to_yaml(new.recipe))
     mark(new.folder, "run")
     return key
@@ -84,10 +84,12 @@ def test_a_finished_stage_is_taken_with_its_time(tmp_path: Path) -> None:
     origin = find_origin(new, control, control.key(new))
     assert origin is not None and str(origin) == "copied from a"
     take_stage(new, control, key, origin)
-    assert new.rundir.is_fresh("control", key, control.outputs(new))
+    assert new.rundir.is_fresh("control", key, control.outputs(new.recipe))
     manifest = json.loads((tmp_path / "b" / ".stages" / "control.json").read_text())
     assert (manifest["seconds"], manifest["origin"]) == (7.5, "copied from a")
-    assert [p.is_file() for p in control.outputs(new)] == [p.is_file() for p in control.outputs(other)]
+    assert all(
+        (tmp_path / "b" / name).is_dir() == (other.folder / name).is_dir() for name in control.outputs(new.recipe)
+    )
 
 
 def test_adapters_are_those_of_the_training_that_is_taken(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_adapters_are_those_of_the_training_that_is_taken(tmp_path: Path) -> Non
         take_stage(new, train, key, origin)
         found = tmp_path / "new" / "adapters" / "adapter_config.json"
         assert found.is_file() == (name == "lora")
-        assert new.rundir.is_fresh("train", key, train.outputs(new))
+        assert new.rundir.is_fresh("train", key, train.outputs(new.recipe))
 
 
 @pytest.mark.parametrize("change", ["seed", "edited", "evaluate", "unfinished"])
@@ -124,7 +126,7 @@ def test_without_a_control_there_is_nothing_to_take(tmp_path: Path) -> None:
     control, made = BY_NAME["control"], recipe(trainable="new_heads")
     finish(run(tmp_path / "a", made), control)
     new = run(tmp_path / "b", made, tmp_path / "a")
-    assert control.outputs(new) == [] and find_origin(new, control, control.key(new)) is None
+    assert control.outputs(new.recipe) == () and find_origin(new, control, control.key(new)) is None
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ from surgery.files.atomic import write_json
 from surgery.recipe import Recipe, load_recipe
 from surgery.registry import load_plugins
 from surgery.report.figures import curves
-from surgery.run import stages
+from surgery.run import stages, train_stages
 from surgery.run.context import Run
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from surgery.run.export_stage import ExportStage
 from surgery.train.training import make_accelerator
 from surgery.types import to_json
 from tests.integration.conftest import RECIPE
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 
 @pytest.mark.parametrize("results", [{"arms": {"base": 3}}, {"arms": []}, [], 3, {}])
@@ -25,7 +26,7 @@ def test_results_of_another_form_are_named(tmp_path: Path, results: Any) -> None
     write_json(tmp_path / "results.json", results)
     run: Any = SimpleNamespace(folder=tmp_path, recipe=load_recipe(RECIPE), heads=lambda: None, plan=lambda: None)
     with pytest.raises(RunError, match=r"results\.json.*run the stage evaluate"):
-        stages._export(run, "key")
+        ExportStage().work(run, "key")
 
 
 def bare_run(recipe: Recipe, folder: Path, **revisions: str) -> Any:
@@ -164,9 +165,9 @@ def test_the_control_depends_on_the_steps_of_the_hybrid_only_with_a_plateau(tmp_
     assert keys(fixed, 200) == keys(fixed, 225)
     train, control = (stage for stage in stages.STAGES if stage.name in ("train", "control"))
     run = Run(ends, tmp_path, make_accelerator())
-    assert "plateau.json" in {path.name for path in train.outputs(run)} & set(control.reads_with(ends))
+    assert "plateau.json" in set(train.outputs(ends)) & set(control.inputs(ends))
     assert run.as_trained() == ends.train.with_steps([225])
-    assert "plateau.json" not in {path.name for path in train.outputs(Run(fixed, tmp_path, make_accelerator()))}
+    assert "plateau.json" not in train.outputs(fixed)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"finetune": 3}', '{"finetune": {}}'])
@@ -191,7 +192,7 @@ def test_qlora_trains_without_the_unquantized_base_if_no_objective_needs_it(
     def train_model(*_: Any, **__: Any) -> None:
         raise Reached
 
-    monkeypatch.setattr(stages, "train_model", train_model)
+    monkeypatch.setattr(train_stages, "train_model", train_model)
     weights = {"answer": 1.0, **({"base_kl": 1.0} if with_base else {})}
     train = {
         "trainable": "lora",
@@ -204,7 +205,7 @@ def test_qlora_trains_without_the_unquantized_base_if_no_objective_needs_it(
     run._base, run._tokenizer = base, _ = pico_base(), pico_tokenizer()
     monkeypatch.setattr(Run, "plan", lambda self: None)
     with pytest.raises(Reached):
-        stages._train_arm(run, "key", pico_base(), lambda: base, "trained", "training")
+        train_stages.train_arm(run, "key", pico_base(), lambda: base, "trained", "training")
     assert (run._base is not None) == held
 
 
@@ -228,7 +229,7 @@ def test_the_plan_of_a_hybrid_names_the_teacher_of_its_heads(tmp_path: Path) -> 
 def test_a_new_training_of_the_hybrid_removes_the_adapters_of_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool, name: str, kept: bool
 ) -> None:
-    monkeypatch.setattr(stages, "train_model", lambda *_, **__: [])
+    monkeypatch.setattr(train_stages, "train_model", lambda *_, **__: [])
     monkeypatch.setattr(curves, "training_curve", lambda *_: None)
     monkeypatch.setattr(Run, "plan", lambda self: None)
     monkeypatch.setattr(Run, "save", lambda *_: None)
@@ -237,5 +238,5 @@ def test_a_new_training_of_the_hybrid_removes_the_adapters_of_the_last(
     if resumes:
         (tmp_path / "steps" / "key" / "step_000001").mkdir(parents=True)
     made = Run(load_recipe(RECIPE), tmp_path, make_accelerator())
-    stages._train_arm(made, "key", pico_base(), pico_base, name, "training")
+    train_stages.train_arm(made, "key", pico_base(), pico_base, name, "training")
     assert adapters.exists() == kept

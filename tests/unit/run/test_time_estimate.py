@@ -12,7 +12,7 @@ from surgery.console.tables import print_plan
 from surgery.recipe import Recipe, check_recipe
 from surgery.run import time_estimate
 from surgery.run.dry_run import dry_run
-from surgery.testing.pico import pico_base, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
 
 
 @pytest.fixture(scope="module")

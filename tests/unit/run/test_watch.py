@@ -10,8 +10,8 @@ import torch
 
 from surgery.recipe import Recipe, check_recipe
 from surgery.run.watch import Watch
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train.optimizer import spliced_parameters
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 SOURCE = {"task": "kv_retrieval", "rows": 1, "weights": {"answer": 1.0}}
 LOSSES: dict[str, float] = {"step": 1, "tokens": 100, "seconds": 0.5, "loss": 2.0, "answer": 1.5}

@@ -11,10 +11,11 @@ import pytest
 from surgery.errors import ModelError, RecipeError, RunError
 from surgery.recipe import Recipe, check_recipe
 from surgery.run.context import Run
-from surgery.run.pipeline import check_inputs, choose_stages
+from surgery.run.pipeline import check_inputs
+from surgery.run.stages import choose_stages
 from surgery.run.without_weights import check_installed, check_without_weights
-from surgery.testing.pico import pico_base, pico_tokenizer
 from surgery.train.training import make_accelerator
+from tests.support.pico import pico_base, pico_tokenizer
 
 
 def test_a_missing_bitsandbytes_is_refused_as_by_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +34,7 @@ def test_a_missing_tracker_is_refused_as_by_a_run(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RecipeError, match=r"train\.trackers: wandb.*pip install wandb"):
         check_installed(recipe)
     run = Run(recipe, Path("x"), make_accelerator(), stages=("train",))
-    monkeypatch.setattr("surgery.run.pipeline.check_configs", lambda run: None)
+    monkeypatch.setattr("surgery.run.train_stages.TrainStage.check_configs", lambda self, run: None)
     with pytest.raises(RecipeError, match=r"train\.trackers"):
         check_inputs(run)
 

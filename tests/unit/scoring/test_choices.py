@@ -14,8 +14,8 @@ from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.scoring.choices import Paths, paths_of, scored_choices
 from surgery.scoring.ranking import answer_choices, choice_scores
-from surgery.testing.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, prompts
 from tests.support.long_choices import digit_tokenizer, long_prompts, margins, whole_passes
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, prompts
 
 MODELS = {name: partial(pico_family, name) for name in FAMILY_NAMES}
 MODELS["hybrid"] = lambda: pico_hybrid([pico_site(0, [1, 3])])

@@ -24,8 +24,8 @@ from surgery.scoring.generation import (
     max_answer_tokens,
 )
 from surgery.scoring.ranking import answer_choices
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.oracles import naive_generate_answers
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.samples import TEXT_PROMPTS, sample
 
 V = 1024

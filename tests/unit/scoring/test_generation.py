@@ -19,8 +19,8 @@ from surgery.recipe import Evaluate
 from surgery.scoring.generation import check_beams, exact_answers, generate_greedy
 from surgery.scoring.ranking import answer_nats, perplexity
 from surgery.stats import wilson
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
 from tests.support.oracles import naive_generate_greedy
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
 from tests.support.samples import TEXT_PROMPTS
 
 END = "<|endoftext|>"

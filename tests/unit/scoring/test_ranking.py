@@ -13,7 +13,7 @@ from surgery.errors import ModelError
 from surgery.probes.documents import Document
 from surgery.scoring.generation import answer_batches, generate_answers
 from surgery.scoring.ranking import LARGEST, answer_choices, choice_scores, perplexity
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.samples import ASKING, sample, several_questions
 
 V = 1024

@@ -19,9 +19,9 @@ from surgery.interventions.silence import silence
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.recipe import Splice
 from surgery.splice.graft import check_kept, splice_model, step_zero_gap
-from surgery.testing.pico import SPLICED_FAMILIES, pico_base, pico_family, prompts, tokens
 from surgery.types import Plan
 from tests.support.battery import base, columns, every_mode, every_spliced, logits, plan_of, spliced, stays_fp32
+from tests.support.pico import SPLICED_FAMILIES, pico_base, pico_family, prompts, tokens
 
 
 def branches(model: Any) -> list[SplicedAttention]:

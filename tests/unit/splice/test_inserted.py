@@ -26,13 +26,13 @@ from surgery.recipe import Splice, Train
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.inserted import insert_layers
 from surgery.splice.plan import check_not_spliced, make_plan
-from surgery.testing.pico import pad, pico_base, pico_tokenizer, prompts, randomise, tokens
 from surgery.train.optimizer import mark_trainable
 from surgery.train.packing import separate_documents
 from surgery.train.training import train_model
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
 from tests.support import four_bits
 from tests.support.battery import assert_cache_is_as_large_as_said, logits
+from tests.support.pico import pad, pico_base, pico_tokenizer, prompts, randomise, tokens
 
 # side: a pair with side channels, copies: with `init: ssm` too
 every_form = pytest.mark.parametrize("form", ["block", "pair", "side", "copies"])

@@ -22,10 +22,10 @@ from surgery.recipe import Splice, Train
 from surgery.splice.graft import splice_model
 from surgery.splice.inserted import check_inserts
 from surgery.splice.plan import make_plan
-from surgery.testing.pico import pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 from surgery.train.training import train_model
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
 from tests.support.battery import assert_cache_is_as_large_as_said, logits
+from tests.support.pico import pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 
 SSM, ATTENTION = "linear_attention", "full_attention"
 SIDE = 32

@@ -14,7 +14,9 @@ from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import check_in_range, check_not_spliced, check_sites, make_plan, splice_field
-from surgery.testing.pico import (
+from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead, plan_from_json, to_json
+from tests.support.battery import plan_of, spliced
+from tests.support.pico import (
     HEAD_DIM,
     SPLICED_FAMILIES,
     STATE,
@@ -25,8 +27,6 @@ from surgery.testing.pico import (
     pico_hybrid,
     pico_site,
 )
-from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead, plan_from_json, to_json
-from tests.support.battery import plan_of, spliced
 
 
 def copies_rows(site: MixerSpec) -> bool:

@@ -27,9 +27,9 @@ from surgery.splice.state_size import (
     cut_to_json,
     state_contributions,
 )
-from surgery.testing.pico import SPLICED_FAMILIES, pico_family, pico_family_config, pico_tokenizer, prompts, tokens
 from surgery.types import HeadId, HeadSet, MixerSpec, ScoredHead
 from tests.support.battery import assert_cache_is_as_large_as_said, base, logits, mixers, plan_of
+from tests.support.pico import SPLICED_FAMILIES, pico_family, pico_family_config, pico_tokenizer, prompts, tokens
 
 CUT = [name for name in SPLICED_FAMILIES if family_of(pico_family_config(name)).state_field]
 every_cut = pytest.mark.parametrize("name", CUT)

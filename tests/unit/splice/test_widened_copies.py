@@ -16,7 +16,6 @@ from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import splice_field
-from surgery.testing.pico import randomise, tokens
 from surgery.types import Plan
 from tests.support.battery import (
     assert_cache_is_as_large_as_said,
@@ -27,6 +26,7 @@ from tests.support.battery import (
     plan_of,
     spliced,
 )
+from tests.support.pico import randomise, tokens
 
 WIDTH = 11  # odd, and wider than the state (4 or 8)
 

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import RunError
-from surgery.testing.pico import pico_tokenizer
 from surgery.train import logits_cache as module
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
+from tests.support.pico import pico_tokenizer
 from tests.support.processes import leftover
 from tests.support.samples import several_questions
 

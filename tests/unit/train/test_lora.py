@@ -17,9 +17,9 @@ from surgery.models.lookup import geometry_of, mixer_of, structure_of
 from surgery.recipe import Lora, Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, prompts
 from surgery.train.lora import Adapters, adapter_parameters, refused_by_peft
 from surgery.types import Graft, HeadId, HeadSet, ScoredHead
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, prompts
 
 BOTH = Lora(rank=2)
 

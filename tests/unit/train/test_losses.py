@@ -17,7 +17,6 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.generated import with_ends
 from surgery.models.meters import saved_bytes
 from surgery.recipe import Distil
-from surgery.testing.pico import pico_tokenizer
 from surgery.train.divergence import TopK
 from surgery.train.losses import (
     answer_loss,
@@ -32,6 +31,7 @@ from surgery.train.objectives import counts
 from surgery.types import Reads
 from tests.support.long_choices import digit_tokenizer
 from tests.support.oracles import naive_divergence
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import sample, several_questions
 
 V = 1024

@@ -12,17 +12,17 @@ import torch
 from accelerate import Accelerator
 
 from surgery.data.encoding import EncodedBatch, encode
-from surgery.data.generated import step_documents
+from surgery.data.generated import GeneratedStream
 from surgery.data.user import open_source
 from surgery.errors import RunError
 from surgery.models.lookup import family_of
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source
-from surgery.testing.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train.micro_batches import MicroBatch, StepSplit, step_counts
 from surgery.train.targets import Targets, logits_at
 from surgery.types import Graft
 from tests.support import training_worker as worker
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_other_errors_are_not_taken_for_lack_of_memory(tmp_path: Path, monkeypat
 def test_documents_of_a_length_go_together() -> None:
     """Fewer padded tokens than in the order they came in, and every document once."""
     source = Source.model_validate({"task": "sentence", "rows": 12, "weights": {"lm": 1.0}})
-    documents = step_documents(source, 0, 0, 0)
+    documents = GeneratedStream(source, None, 0, 0).step(0)
     parts = StepSplit([source], limit=3)([documents], pico_tokenizer())
     apart = [encode(documents[i : i + 3], pico_tokenizer()) for i in range(0, 12, 3)]
     assert sum(part.batch.input_ids.numel() for part in parts) < sum(batch.input_ids.numel() for batch in apart)
@@ -106,7 +106,7 @@ SOURCES: tuple[dict[str, Any], ...] = (
 def split_of(*sources: dict[str, Any], **options: Any) -> tuple[list[Source], list[MicroBatch]]:
     """Sources, and the micro-batches of one step."""
     checked = [Source.model_validate(source) for source in sources]
-    documents = [step_documents(source, 0, index, 0, pico_tokenizer()) for index, source in enumerate(checked)]
+    documents = [GeneratedStream(source, pico_tokenizer(), 0, index).step(0) for index, source in enumerate(checked)]
     return checked, StepSplit(checked, **options)(documents, pico_tokenizer())
 
 
@@ -160,7 +160,7 @@ def test_shared_passes_have_the_losses_and_gradients_of_separate_ones(options: d
 def _only(index: int) -> list[MicroBatch]:
     """The documents of one source of `SOURCES`, in a pass of their own."""
     source = Source.model_validate(SOURCES[index])
-    (part,) = StepSplit([source], pass_cost=10**6)([step_documents(source, 0, index, 0)], pico_tokenizer())
+    (part,) = StepSplit([source], pass_cost=10**6)([GeneratedStream(source, None, 0, index).step(0)], pico_tokenizer())
     return [replace(part, sources=(index,), counts={(index, name): n for (_, name), n in part.counts.items()})]
 
 

@@ -12,9 +12,9 @@ from surgery.data.encoding import encode
 from surgery.errors import SurgeryError
 from surgery.recipe import Source
 from surgery.recipe.objectives import OBJECTIVES
-from surgery.testing.pico import pico_base, pico_tokenizer
 from surgery.train.objectives import Objective, register_objective
 from surgery.train.targets import Targets
+from tests.support.pico import pico_base, pico_tokenizer
 from tests.support.samples import sample
 
 

@@ -20,7 +20,6 @@ from surgery.models.lookup import family_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Train
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
 from surgery.train import packing as packed
 from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
@@ -33,6 +32,7 @@ from surgery.types import Graft
 from tests.support.battery import base as base_of
 from tests.support.battery import trained
 from tests.support.kernels import with_kernels
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
 from tests.support.rounding import assert_close_in_ulps
 from tests.support.samples import several_questions
 from tests.support.stage_run import StageRun

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from surgery.data.encoding import EncodedBatch, encode
-from surgery.testing.pico import pico_tokenizer
 from surgery.train.packing import first_fit, pack, row_length
 from tests.support.long_choices import digit_tokenizer
+from tests.support.pico import pico_tokenizer
 from tests.support.samples import MAKERS, sample, several_questions
 
 PLACES = ("query", "segment_start", "segment_end", "answer_token")

@@ -25,7 +25,14 @@ from surgery.recipe import Splice, Train
 from surgery.run.memory_estimate import weight_bytes
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import check_splices, make_plan
-from surgery.testing.pico import (
+from surgery.train import lora
+from surgery.train.preparing import check_stage
+from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized, resume_unquantized
+from surgery.train.targets import Targets
+from surgery.train.training import train_model
+from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
+from tests.support import four_bits
+from tests.support.pico import (
     SPLICED_FAMILIES,
     pico_base,
     pico_family,
@@ -34,13 +41,6 @@ from surgery.testing.pico import (
     pico_tokenizer,
     prompts,
 )
-from surgery.train import lora
-from surgery.train.preparing import check_stage
-from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized, resume_unquantized
-from surgery.train.targets import Targets
-from surgery.train.training import train_model
-from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
-from tests.support import four_bits
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2, "hidden_size": 64, "expand": 1}
 KV = {"task": "kv_retrieval", "rows": 2, "pairs": (2, 2), "weights": {"answer": 1.0}}

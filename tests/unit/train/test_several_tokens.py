@@ -18,13 +18,13 @@ from surgery.data.user import read_documents
 from surgery.models.lookup import family_of
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Data, Train
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import preparing as loop
 from surgery.train.objectives import counts
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher
 from surgery.types import Graft
 from tests.support.kernels import with_kernels
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.stage_run import StageRun
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}

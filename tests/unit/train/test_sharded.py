@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RunError
 from surgery.models.lookup import family_of
-from surgery.testing.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
 from surgery.train.preparing import check_stage
 from surgery.train.sharded import block_classes, gather, trainable_parameters, twin
 from surgery.train.targets import Targets
 from tests.support import training_worker as worker
 from tests.support.battery import logits, trained
+from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
 
 
 def made(model: PreTrainedModel) -> tuple[PreTrainedModel, Any]:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Train
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train.shared_prefix import SharedPrefix, share_weights
 from surgery.train.training import train_model
 from surgery.types import Graft, Plan
 from tests.support import training_worker as worker
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 

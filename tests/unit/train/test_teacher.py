@@ -16,7 +16,10 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import RecipeError
 from surgery.models.lookup import block_of, family_of
 from surgery.recipe import Align
-from surgery.testing.pico import (
+from surgery.train.losses import attention_mse_loss, hidden_loss
+from surgery.train.teacher import Teacher, check_tokenizers, layer_outputs
+from surgery.types import Graft
+from tests.support.pico import (
     FAMILY_NAMES,
     HIDDEN,
     pico_base,
@@ -26,9 +29,6 @@ from surgery.testing.pico import (
     pico_tokenizer,
     tokens,
 )
-from surgery.train.losses import attention_mse_loss, hidden_loss
-from surgery.train.teacher import Teacher, check_tokenizers, layer_outputs
-from surgery.types import Graft
 from tests.support.samples import several_questions
 
 TRANSFORMERS = ("llama", "qwen2", "gpt_neox")

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RunError, TrainingDiverged
 from surgery.recipe import Optimizer, Train
-from surgery.testing.pico import HEAD_DIM, HEADS, STATE, pico_base, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import losses as formulas
 from surgery.train import preparing as loop
 from surgery.train.checkpoints import checkpoints
@@ -25,6 +24,7 @@ from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable,
 from surgery.train.targets import Targets
 from surgery.train.trainer import OnStep
 from surgery.types import Graft, MixerSpec
+from tests.support.pico import HEAD_DIM, HEADS, STATE, pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.processes import leftover
 from tests.support.stage_run import StageRun
 

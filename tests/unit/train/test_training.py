@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from surgery.errors import RecipeError, RunError, TrainingDiverged
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Optimizer, Train
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 from surgery.train import checkpoints as checkpoints_module
 from surgery.train import losses as formulas
 from surgery.train import plateau
@@ -30,6 +29,7 @@ from surgery.train.optimizer import adamw, base_size, learning_rate_factor, mark
 from surgery.train.plateau import stage_lengths
 from surgery.train.training import make_accelerator, train_model
 from surgery.types import Graft, Plan
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 FAST = {"warmup": 0, "lr": 1e-2, "new_heads_lr": 1e-2}

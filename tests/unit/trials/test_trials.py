@@ -22,13 +22,13 @@ from surgery.probes.words import key_words
 from surgery.recipe import Gates, Locate, Recipe, Search, Splice, Trial
 from surgery.report.figures.heatmaps import head_maps
 from surgery.report.heads_page import PromptAttention, write_csv, write_page
-from surgery.testing.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
-from surgery.testing.planted import plant, planted_tokenizer
 from surgery.trials import gates as gates_module
 from surgery.trials.gates import HardConcrete
 from surgery.trials.halving import Trained, Trials
 from surgery.trials.training import TrialPrompts, splice_candidates, trial_loss
 from surgery.types import Form, HeadId, HeadSet, Interval, ScoredHead, head_set_from_json, to_json
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
+from tests.support.planted import plant, planted_tokenizer
 
 SECTION = Locate(
     methods=("gates", "trial"),

@@ -11,9 +11,9 @@ from torch import Tensor
 from surgery.interventions.hooks import ActivationCache, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.testing.pico import HEADS, tokens
 from surgery.types import MixerSpec
 from tests.support.llamba_loop import HEAD_DIM, llamba, llamba_site
+from tests.support.pico import HEADS, tokens
 
 every_grouping = pytest.mark.parametrize("n_qk_heads", [1, 2, 4])
 SPLICE = [llamba_site(0, [1, 3]), llamba_site(2, [0], init="random")]

@@ -12,9 +12,9 @@ from surgery.interventions.hooks import ActivationCache, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.splice.graft import splice_model
-from surgery.testing.pico import pico_family, tokens
 from surgery.types import MixerSpec
 from tests.support.battery import plan_of
+from tests.support.pico import pico_family, tokens
 
 STREAMS = ("x", "key", "query", "step", "gate")
 every_kind = pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])

@@ -13,8 +13,8 @@ from surgery.interventions.hooks import ActivationCache, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.mixers.mamba2 import read_state, short_conv
-from surgery.testing.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, random_site, tokens
 from surgery.types import MixerSpec
+from tests.support.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, random_site, tokens
 
 every_grouping = pytest.mark.parametrize("n_groups", [1, 2, 4])
 SPLICE = [pico_site(0, [1, 3]), random_site(2, [0], "replace")]

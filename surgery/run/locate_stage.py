@@ -1,0 +1,114 @@
+"""The stage locate: measure every head, and choose the heads to splice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from surgery.data.own_prompts import own_prompts
+from surgery.errors import PlanError, RecipeError
+from surgery.files.atomic import new_folder, write_json
+from surgery.locate.hidden_attention import prompt_attention
+from surgery.locate.locating import locate_heads
+from surgery.models.config_checks import check_unquantized
+from surgery.models.loading import load_config
+from surgery.models.lookup import family_of
+from surgery.probes.documents import Document
+from surgery.recipe import Recipe
+from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
+from surgery.recipe.public import public_name
+from surgery.report.heads_page import PromptAttention, write_csv, write_page
+from surgery.run.context import Run
+from surgery.run.located_prompts import located_prompts
+from surgery.run.stage import Stage
+from surgery.splice.plan import check_in_range, check_not_spliced
+from surgery.types import HeadId, HeadSet, to_json
+
+# Keys of `splice` that candidates are trained with.
+_BRANCH = ("mode", "init", "random_width", "min_width", "unit", "with_block", "teacher")
+_PAGE_PROMPTS = 3  # on the page of the heads
+
+
+class LocateStage(Stage):
+    name, what = "locate", "measuring every head"
+    sections = ("base", "locate", "splice.select", "splice.num_heads", "splice.heads")
+    writes = ("heads.json", "heads.csv", "locate.html", "locate.json", "figures/locate")
+    together, version = True, 2
+
+    def depends_on(self, settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
+        if not any(METHODS[method].trains for method in settings.locate.methods):
+            return {}
+        return {key: values["splice"][key] for key in _BRANCH}
+
+    def check_configs(self, run: Run) -> None:
+        recipe, splice, config = run.recipe, run.recipe.splice, load_config(run.recipe.base)
+        assert splice is not None
+        check_unquantized(config)
+        check_not_spliced(config)
+        num_heads = sum(spec.num_heads for spec in family_of(config).sites(config))
+        if num_heads == 0:
+            return  # it can still be located; the stage plan says why it cannot be spliced
+        reading = [name for name, method in METHODS.items() if method.measures_reads]
+        if run.stages[-1] != self.name and not set(reading) & set(recipe.locate.methods):
+            hint = f"Add {' or '.join(reading)}: it measures which position a spliced head reads. "
+            hint += "Only `surgery locate` runs without it."
+            raise RecipeError("locate.methods", list(recipe.locate.methods), hint)
+        for head in map(HeadId.parse, splice.heads):
+            check_in_range(head, config, "splice.heads")
+        method = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
+        hint = ""
+        if splice.num_heads > num_heads:
+            hint = f"The model has only {num_heads} heads. Set a smaller number."
+        elif method in recipe.locate.trained and splice.num_heads > recipe.locate.candidates_of(method):
+            hint = f"Set locate.{method}.candidates to {splice.num_heads} or more."
+        elif is_greedy(splice.select) and splice.num_heads > recipe.locate.top_k:
+            hint = f"Set locate.top_k to at least {splice.num_heads}."
+        if hint:
+            raise PlanError("splice.num_heads", splice.num_heads, hint)
+
+    def work(self, run: Run, key: str) -> None:
+        recipe = run.recipe
+        assert recipe.splice is not None
+        heads = locate_heads(
+            run.base(),
+            run.tokenizer(),
+            recipe.locate,
+            recipe.splice,
+            recipe.seed,
+            public_name(recipe.base.model),
+            run.revision,
+            run.reporter.progress,
+            note=partial(run.reporter.note, "memory"),
+        )
+        if run.accelerator.is_main_process:
+            write_heads(run, heads)
+
+
+def write_heads(run: Run, heads: HeadSet) -> None:
+    """Write the outputs of the stage locate."""
+    from surgery.report.figures.heatmaps import head_maps  # matplotlib is slow to import
+
+    write_json(run.folder / "locate.json", heads.cost)
+    write_json(run.folder / "heads.json", to_json(heads))  # first, since figures and the page could fail
+    write_csv(heads, run.folder / "heads.csv")
+    with new_folder(run.folder / "figures" / "locate") as figures:
+        head_maps(heads, figures)
+    # The best heads have their hidden attention in full on the first prompt; all matrices would make the page large.
+    first, *others = _page_prompts(run)
+    full = dict.fromkeys([s.head for s in heads.chosen] + [s.head for s in heads.heads[:6]])
+    specs = family_of(run.base().config).mixers(run.base().config)
+    in_full = prompt_attention(run.base(), run.tokenizer(), [first], specs, list(full))
+    at_query = prompt_attention(run.base(), run.tokenizer(), others, specs)
+    write_page(heads, PromptAttention(in_full.prompts + at_query.prompts), run.folder / "locate.html")
+
+
+def _page_prompts(run: Run) -> list[Document]:
+    """Return a few short prompts for the page of the heads: the shortest of `locate.data`, or generated ones."""
+    section = run.recipe.locate
+    if section.data is None:
+        return located_prompts(run, "sample", _PAGE_PROMPTS, min(16, section.pairs))
+    config = run.base().config
+    context = getattr(config, "max_position_embeddings", None)
+    own = own_prompts(section.data, run.tokenizer(), section.examples, context, config.vocab_size)
+    return sorted(own, key=lambda document: len(document.text))[:_PAGE_PROMPTS]

@@ -1,0 +1,131 @@
+"""One stage of a run: what it depends on, reads, checks, does and writes. `run.pipeline` orders the stages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from surgery.files.atomic import digest, fingerprint
+from surgery.recipe import Recipe
+from surgery.run.context import Run
+
+# Fields of the recipe that make the prompts of locating, for the stages that generate such prompts again.
+PROMPTS = tuple(f"locate.{key}" for key in ("task", "pairs", "filler", "value_digits", "data", "generated"))
+_OF_SPLICING = ("heads.json", "plan.json", "spliced")  # not written with `splice: null`
+
+
+class Stage:
+    """One stage. A subclass sets the attributes and overrides what differs.
+
+    Attributes:
+        name: the name of its command.
+        what: description for the progress line.
+        sections: sections of the recipe, or their fields, that the result depends on.
+        reads: files and folders of the run folder that it reads.
+        writes: files and folders of the run folder that it writes.
+        together: True if every process takes part, False for rank 0 only.
+        version: increased when the result changes for the same inputs.
+        extras: files and folders that it writes for some recipes, and that no later stage reads.
+        is_shared: whether the runs of a sweep may take its outputs from each other. What names its run is not shared.
+    """
+
+    name: str
+    what: str
+    sections: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    together = False
+    version = 1
+    extras: tuple[str, ...] = ()
+    is_shared = True
+
+    def inputs(self, recipe: Recipe) -> tuple[str, ...]:
+        """Files and folders of the run folder that it reads for this recipe."""
+        return tuple(name for name in self.reads if recipe.splice is not None or name not in _OF_SPLICING)
+
+    def outputs(self, recipe: Recipe) -> tuple[str, ...]:
+        """Files and folders of the run folder that it writes for this recipe."""
+        return self.writes
+
+    def is_empty(self, recipe: Recipe) -> bool:
+        """Whether it has nothing to do for this recipe."""
+        return False
+
+    def check_configs(self, run: Run) -> None:
+        """Check the configs of its models. Loads no weights and no data."""
+
+    def check_machine(self, run: Run) -> None:
+        """Check the packages of this machine, and the weights of its models besides the base."""
+
+    def check_tokenizers(self, run: Run, config: PreTrainedConfig) -> None:
+        """Check the tokenizers of its models. `config` is that of the base."""
+
+    def check_data(self, run: Run, config: PreTrainedConfig) -> None:
+        """Check the user's data and prompts. Loads no weights. `config` is that of the base."""
+
+    def notes(self, run: Run) -> Iterator[tuple[str, str]]:
+        """Yield what to tell before any stage runs: topic and text."""
+        return iter(())
+
+    def work(self, run: Run, key: str) -> float | None:
+        """Run the stage.
+
+        Returns:
+            Seconds of what it resumed from, the work of earlier sessions. None if the stage never resumes.
+        """
+        raise NotImplementedError
+
+    def depends_on(self, settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What the result depends on besides `sections` and `reads`, by name.
+
+        Args:
+            settings: the recipe.
+            values: the same as plain data.
+        """
+        return {}
+
+    def key(self, run: Run, settings: Recipe | None = None, inputs: Mapping[str, str] | None = None) -> str:
+        """Hash everything that the result depends on: sections of the recipe, inputs and revisions.
+
+        Args:
+            run: the run.
+            settings: other settings for the same base, teachers and data. By default the recipe of the run.
+            inputs: hash by name of what earlier stages write. By default of the files in the run folder.
+        """
+        settings = settings or run.recipe
+        values = settings.model_dump(mode="json")
+        for unused in ("save_every", "workers"):
+            del values["train"][unused]
+        values["train"]["control"] = settings.has_control and "control" in self.sections
+        parts: dict[str, Any] = {}
+        for part in ("seed", *self.sections):
+            if part == "control" and settings.splice is not None:
+                continue  # the control is the base
+            section, _, name = part.partition(".")
+            parts[part] = values[section][name] if name else values[section]
+        if "control" in parts:
+            parts["control revision"] = run.control_revision
+        if "train" in parts and run.data_revision:
+            parts["data revision"] = run.data_revision
+        if settings.plugins:
+            parts["plugins"] = {name: _plugin_revision(name) for name in settings.plugins}
+        if {"locate", "locate.pairs"} & parts.keys() and run.prompts_revision:
+            parts["prompts revision"] = run.prompts_revision
+        parts |= self.depends_on(settings, values)
+        names = self.inputs(settings)
+        hashes = {name: digest(run.folder / name) if inputs is None else inputs.get(name, "") for name in names}
+        return fingerprint([self.name, self.version, run.revision, parts, hashes])
+
+
+def _plugin_revision(module: str) -> str:
+    """Hash of the code of a plugin, which is imported already: its file, or its package. Empty if it has none."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return ""
+    path = Path(file)
+    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    return digest(*files)

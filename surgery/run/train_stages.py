@@ -1,0 +1,219 @@
+"""The stages train and control: train the hybrid, and a model without a splice for as many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from surgery.data.offsets import encode_alike
+from surgery.data.user import IndexedDocuments, named_data, open_source
+from surgery.errors import PlanError, RecipeError
+from surgery.evaluate.evaluation import held_out_documents
+from surgery.files.atomic import delete, new_folder, write_json
+from surgery.models.config_checks import check_unquantized
+from surgery.models.loading import check_finite, check_vocabulary, has_tokenizer, load_config, load_tokenizer
+from surgery.models.sizes import meta_model
+from surgery.models.spliced import plan_of_hybrid
+from surgery.recipe import Recipe, as_base
+from surgery.report.results import answer_spans_text
+from surgery.run.context import PLATEAU, Run
+from surgery.run.splice_stages import state_parts
+from surgery.run.stage import Stage
+from surgery.run.watch import Watch
+from surgery.run.without_weights import check_installed
+from surgery.splice.plan import check_not_spliced
+from surgery.train.compiling import check_compiler
+from surgery.train.lora import adapter_targets, refused_by_peft
+from surgery.train.optimizer import learning_rates_text
+from surgery.train.plateau import plateau_to_json
+from surgery.train.teacher import check_teacher, check_tokenizers
+from surgery.train.training import ADAPTERS, train_model
+
+_CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training")
+
+
+class TrainStage(Stage):
+    name, what = "train", "training the hybrid"
+    sections, reads = ("base", "train"), ("spliced", "plan.json")
+    writes, extras = ("trained", "training.json", "figures/training"), (ADAPTERS,)
+    together = True
+
+    def outputs(self, recipe: Recipe) -> tuple[str, ...]:
+        return (*self.writes, PLATEAU) if recipe.train.has_plateau else self.writes
+
+    def check_configs(self, run: Run) -> None:
+        recipe = run.recipe
+        if recipe.splice is None:
+            config = load_config(recipe.base)
+            check_unquantized(config)
+            plan_of_hybrid(config, recipe.base.model)
+        for stage in recipe.train.sequence:
+            if stage.trainable == "lora":
+                adapter_targets(meta_model(load_config(recipe.base), recipe.base.trust_remote_code), stage.lora)
+
+    def check_machine(self, run: Run) -> None:
+        check_installed(run.recipe)
+        if run.recipe.train.teacher is not None:
+            check_finite(as_base(run.recipe.train.teacher, "train.teacher.model"))
+        if run.recipe.train.compile:
+            check_compiler(run.accelerator.device)
+
+    def check_tokenizers(self, run: Run, config: PreTrainedConfig) -> None:
+        train = run.recipe.train
+        if train.teacher is None:
+            return
+        teacher = as_base(train.teacher, "train.teacher.model")
+        if has_tokenizer(teacher):  # `configs/` holds shapes alone
+            check_tokenizers(run.tokenizer(), load_tokenizer(teacher))
+        for stage in train.sequence:
+            check_teacher(load_config(teacher), run.tokenizer(), config, stage.align, stage.needs)
+
+    def check_data(self, run: Run, config: PreTrainedConfig) -> None:
+        """Check the generated documents, every row of the user's data (not of streams), and the held-out rows.
+
+        Reports the number of rows that `on_bad_row: skip` leaves out, if the data is not a stream.
+        """
+        train = run.recipe.train
+        context, vocab_size = getattr(config, "max_position_embeddings", None), config.vocab_size
+        names = {id(source): name for source, name in named_data(train)}
+        for source in [source for stage in train.sequence for source in stage.sources]:
+            documents = open_source(source, run.tokenizer(), run.recipe.seed, 0, context, vocab_size)
+            if isinstance(documents, IndexedDocuments) and documents.skipped and id(source) in names:
+                text = f"{documents.skipped:,} rows cannot be used and are skipped. "
+                text += f"The first: {documents.reader.first_error}"
+                run.reporter.note("data", f"{names[id(source)]}: {text}")
+        held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, context, vocab_size)
+
+    def notes(self, run: Run) -> Iterator[tuple[str, str]]:
+        for text in run.recipe.notes:
+            yield "recipe", text
+        for name, counts in run.answer_spans.items():
+            yield "data", f"{name}: answer_span: auto: {answer_spans_text(counts)}"
+
+    def work(self, run: Run, key: str) -> float:
+        return train_arm(run, key, run.untrained(), run.base, "trained", "training")
+
+
+class ControlStage(Stage):
+    name, what = "control", "training the control"
+    sections = ("base", "control", "train")
+    together = True
+
+    def inputs(self, recipe: Recipe) -> tuple[str, ...]:
+        reads: tuple[str, ...] = ()
+        if recipe.splice is not None and recipe.train.trains_spliced_layers:
+            reads += ("plan.json",)  # it trains the layers that have spliced heads in the hybrid
+        if recipe.train.has_plateau:
+            reads += (PLATEAU,)  # it trains as many steps as the hybrid
+        return reads
+
+    def outputs(self, recipe: Recipe) -> tuple[str, ...]:
+        return _CONTROL if recipe.has_control else ()
+
+    def is_empty(self, recipe: Recipe) -> bool:
+        return not recipe.has_control
+
+    def depends_on(self, settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
+        return state_parts(settings, values)  # of the base, not of the plan: hybrids with other heads share a control
+
+    def check_configs(self, run: Run) -> None:
+        if run.recipe.control is None:
+            return
+        control = as_base(run.recipe.control, "control.model")
+        try:
+            check_not_spliced(load_config(control))
+        except PlanError:
+            hint = "The control must be a model without a splice, and this is a hybrid. Name the hybrid's own base."
+            raise PlanError("control.model", run.recipe.control.model, hint) from None
+        # A checkpoint of mamba_ssm has no tokenizer: it is trained with the hybrid's.
+        if has_tokenizer(control) and not encode_alike(load_tokenizer(run.recipe.base), load_tokenizer(control)):
+            hint = "Its tokenizer differs from the hybrid's. Use a control with the same tokenizer."
+            raise RecipeError("control.model", run.recipe.control.model, hint)
+
+    def check_machine(self, run: Run) -> None:
+        if run.recipe.control is not None:
+            check_finite(as_base(run.recipe.control, "control.model"))
+
+    def check_tokenizers(self, run: Run, config: PreTrainedConfig) -> None:
+        if run.recipe.control is not None:
+            control = as_base(run.recipe.control, "control.model")
+            check_vocabulary(run.tokenizer(), load_config(control), run.recipe.control.model)
+
+    def work(self, run: Run, key: str) -> float:
+        if not run.recipe.has_control:
+            if run.accelerator.is_main_process:
+                for name in _CONTROL:
+                    delete(run.folder / name)
+            return 0.0
+        # The reference of `base_kl` is the untrained control.
+        reference = run.base if run.recipe.splice is not None else run.untrained_control
+        return train_arm(run, key, run.untrained_control(), reference, "no_splice", "no_splice_training")
+
+
+def train_arm(
+    run: Run, key: str, model: PreTrainedModel, reference: Callable[[], PreTrainedModel], name: str, curve: str
+) -> float:
+    """Train one arm, resuming from its newest checkpoint with this key. Writes the model and its losses.
+
+    Args:
+        run: the run.
+        key: of the stage.
+        model: what to train.
+        reference: loads the frozen model for the objective `base_kl`.
+        name: folder of the trained model.
+        curve: name of the files with its losses.
+
+    Returns:
+        Seconds of the steps that earlier sessions trained and the checkpoint has kept. 0 if there was none.
+    """
+    from surgery.report.figures.curves import training_curve  # matplotlib is slow to import
+
+    is_control, steps = name == "no_splice", run.folder / "steps"
+    section = run.as_trained() if is_control else run.recipe.train  # both train the same number of steps
+    section = section.at_size(run.base_size)  # at the same rates
+    if not is_control:
+        run.reporter.note("rates", learning_rates_text(section))
+        for stage in (stage for stage in section.sequence if stage.trainable == "lora"):
+            count = len(adapter_targets(model, stage.lora))
+            run.reporter.note("adapters", f"LoRA on {count} linear layers ({', '.join(stage.lora.targets)})")
+            if refused := refused_by_peft(model, stage.lora):
+                hint = "Use the export, which has them merged, or remove these targets from train.lora.targets."
+                kind = f"{', '.join(refused)} for a {model.config.model_type}"
+                run.reporter.note("adapters", f"PEFT loads no adapters of {kind}. {hint}")
+    checkpoints = steps / key[:16]
+    needs_base = "base.logits" in section.needs
+    if not needs_base and any(stage.lora.quantization is not None for stage in section.sequence):
+        run.release_base()
+    if run.accelerator.is_main_process:
+        for other in steps.iterdir() if steps.is_dir() and not steps.is_symlink() else ():
+            if other != checkpoints:
+                delete(other)
+        if not is_control and not checkpoints.is_dir():
+            delete(run.folder / ADAPTERS)  # of an earlier training
+    watch = Watch(run, model, name, section)
+    history = train_model(
+        model,
+        run.tokenizer(),
+        section,
+        run.plan(),
+        reference() if needs_base else None,
+        run.recipe.seed,
+        checkpoints,
+        run.accelerator,
+        watch,
+        control=is_control,
+        outputs=run.folder,
+    )
+    if run.accelerator.is_main_process:
+        run.save(model, name)
+        write_json(run.folder / f"{curve}.json", history)
+        if section.has_plateau:
+            write_json(run.folder / PLATEAU, plateau_to_json(history, section))
+        elif not is_control:
+            delete(run.folder / PLATEAU)
+        with new_folder(run.folder / "figures" / curve) as figures:
+            training_curve(history, figures, curve)
+        delete(steps)
+    return sum(entry["seconds"] for entry in history[: len(history) - watch.num_steps])

@@ -1,1 +1,0 @@
-"""Tiny models of every family, and models with planted retrieval heads, for tests and benchmarks."""

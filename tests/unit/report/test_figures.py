@@ -1,0 +1,236 @@
+"""Figures: every file is written, the CSV holds what was given, bytes repeat."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from surgery.report.figures import by_value
+from surgery.report.figures.attention import _wrap, attention_map
+from surgery.report.figures.by_value import results_by_value
+from surgery.report.figures.canvas import add_axes, label_ends, looks_of, new_figure
+from surgery.report.figures.costs import costs_by_length
+from surgery.report.figures.curves import accuracy_by_pairs, training_curve
+from surgery.report.figures.heatmaps import head_maps, panel_columns
+from surgery.report.figures.own_data import held_out_accuracy
+from surgery.report.figures.tasks import tasks_by_arm, tasks_by_site
+from surgery.types import Interval
+from tests.support.reports import ARMS as COSTS
+from tests.support.reports import EFFECTS, head_set
+
+
+def points(*accuracies: float) -> dict[str, dict[str, float]]:
+    return {str(4 * 2**i): {"accuracy": a, "low": a - 0.05, "high": a, "n": 50} for i, a in enumerate(accuracies)}
+
+
+def tasks(accuracy: float, perplexity: float = 2.0) -> dict[str, Any]:
+    return {**dict.fromkeys(("kv_retrieval", "closed_book", "mine"), points(accuracy)["4"]), "perplexity": perplexity}
+
+
+def sweep_row(values: dict[str, Any], accuracy: float = 0.5, teacher: bool = False) -> dict[str, Any]:
+    estimate = {"value": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05}
+    return {
+        "values": values, "seeds": [0], "accuracy": {"retrieval": estimate, "knowledge": estimate},
+        "share_of_teacher": {"retrieval": estimate} if teacher else {},
+        "kv_bytes_per_token": estimate, "state_bytes": estimate, "new_parameters": estimate,
+    }  # fmt: skip
+
+
+ARMS = {"base": points(0.9, 0.5, 0.2), "hybrid": points(1.0, 0.95, 0.9), "random_head": points(0.9, 0.6)}
+TOKENS = ["Mem", "orize", ":", "\n", "$a$", ":", " 42", "\n", "a", " is"]
+SHARES = np.array([0.1, 0, 0, 0, 0, 0, 0, 0.9, 0, 0])
+HISTORY = [
+    {"step": s, "loss": 3 / s + 0.1, "answer": 3 / s, "keep": 0.1 * (s > 1), "seconds": 0.1} for s in range(1, 90)
+]
+CHANCE = {"kv_retrieval": 0.1, "closed_book": 0.06}
+SITES = {"1": tasks(0.2, 300.0), "2": tasks(0.9)}
+DRAW: dict[str, Callable[[Path], list[Path]]] = {
+    "head_maps": lambda folder: head_maps(head_set(), folder),
+    "accuracy_by_pairs": lambda folder: accuracy_by_pairs(ARMS, folder, (4, 8)),
+    "attention_L1H2": lambda folder: attention_map(
+        {"before": SHARES[::-1], "after": SHARES}, TOKENS, {"segment end": 7}, folder, "L1H2"
+    ),
+    "training": lambda folder: training_curve(HISTORY, folder),
+    "held_out_accuracy": lambda folder: held_out_accuracy({"$rows$.jsonl": {"base": points(0.0)["4"]}}, {}, folder),
+    "efficiency": lambda folder: costs_by_length(COSTS, folder, "cpu"),
+    "prune": lambda folder: tasks_by_site("prune", tasks(0.95), SITES, CHANCE, folder, 2),
+    "tasks_by_arm": lambda folder: tasks_by_arm({"base": tasks(0.9), "one_head_off": tasks(0.4)}, CHANCE, folder),
+    "sweep": lambda folder: results_by_value([sweep_row({"seed": n}) for n in (0, 1)], ["seed"], folder),
+}
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Figures that were drawn and not saved, which takes most of the time."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    return drawn
+
+
+def texts(figure: Figure) -> set[str]:
+    return {text.get_text() for text in figure.findobj(Text)}
+
+
+@pytest.mark.parametrize("stem", DRAW)
+def test_same_input_same_bytes_in_three_files_whatever_the_users_settings(stem: str, tmp_path: Path) -> None:
+    first = DRAW[stem](tmp_path / "new" / "folder")
+    assert [p.name for p in first] == [f"{stem}.png", f"{stem}.svg", f"{stem}.csv"]
+    assert first[0].read_bytes().startswith(b"\x89PNG") and b"</svg>" in first[1].read_bytes()
+    with matplotlib.rc_context({"backend": "svg", "font.size": 20, "axes.facecolor": "black", "svg.hashsalt": None}):
+        second = DRAW[stem](tmp_path / "b")
+        assert (matplotlib.rcParams["font.size"], matplotlib.get_backend()) == (20, "svg")
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+
+
+def test_names_beside_a_figure_do_not_overlap_and_stay_below_its_top() -> None:
+    axes = add_axes(new_figure(4, 4), 0.5, 0.5, 3, 3)
+    axes.set(xlim=(0, 1), ylim=(0, 2))
+    label_ends(axes, [(name, 1, y, "red") for name, y in zip("abcd", (1.99, 0.2, 1.98, 0.21), strict=True)], gap=0.1)
+    heights = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    assert [heights[name] for name in "bdca"] == pytest.approx([0.1, 0.2, 0.9, 1.0])
+
+
+def test_arms_without_a_look_get_one_of_their_own() -> None:
+    found = looks_of(["base", "mine", "transformer", "yours"])
+    assert len({colour for colour, _ in found.values()}) == 4 and found["base"] == looks_of(["base"])["base"]
+
+
+# ---- head maps
+
+
+def test_panels_are_the_default_columns_and_what_else_was_measured(tmp_path: Path, figures: list[Figure]) -> None:
+    assert [column.name for column in panel_columns(head_set())] == EFFECTS
+    heads = head_set()
+    more = {"entropy": Interval(0.5, 0.4, 0.6, 50), "attribution": Interval(40.0, 30.0, 50.0, 50)}
+    heads = replace(heads, heads=tuple(replace(s, scores={**s.scores, **more}) for s in heads.heads))
+    assert {"entropy", "attribution_low"} <= set(rows_of(head_maps(heads, tmp_path)[2])[0])
+    # Columns with an effect keep their scale; the others have one for each unit.
+    scales = {
+        "Attention pattern (0 to 1); colours from −0.5 to 0.5", "Answer margin (logits); colours from −40 to 40"
+    }  # fmt: skip
+    assert scales <= texts(figures[0])
+
+
+def test_head_maps_of_any_geometry(tmp_path: Path, figures: list[Figure]) -> None:
+    for layers, heads in ((1, 1), (24, 24)):
+        last = layers * heads - 1
+        table = head_maps(head_set(layers, heads, tuple({last, last // 2})), tmp_path)[2]
+        assert len(rows_of(table)) == layers * heads and f"L{layers - 1}H{heads - 1}" in texts(figures[-1])
+        assert figures[-1].get_figwidth() < 30
+
+
+@pytest.mark.usefixtures("figures")
+def test_what_was_not_measured_is_left_empty(tmp_path: Path) -> None:
+    first, second, _, *rest = head_set().heads
+    lacking = replace(first, scores={name: score for name, score in first.scores.items() if name != "ablation"})
+    without = {name: score for name, score in first.scores.items() if name not in ("ablation", "context")}
+    rows = rows_of(head_maps(replace(head_set(), heads=(lacking, second, *rest)), tmp_path)[2])
+    assert [row["head"] for row in rows if row["ablation"] == ""] == ["L0H0"] and len(rows) == 5
+    of_query = tuple(replace(s, scores=without) for s in head_set().heads)
+    rows = rows_of(head_maps(replace(head_set(), heads=of_query, chosen=()), tmp_path)[2])
+    assert not any("ablation" in row for row in rows) and all(row["query"] for row in rows)
+
+
+@pytest.mark.usefixtures("figures")
+def test_attention_heads_have_rows_of_their_own(tmp_path: Path) -> None:
+    found = head_set()
+    beside = tuple(replace(s, head=replace(s.head, letter="A")) for s in found.heads)
+    rows = rows_of(head_maps(replace(found, heads=found.heads + beside), tmp_path)[2])
+    assert {"L1H0", "L1A0"} <= {row["head"] for row in rows} and len(rows) == 2 * len(found.heads)
+
+
+# ---- curves
+
+
+@pytest.mark.usefixtures("figures")
+def test_tables_hold_every_number(tmp_path: Path) -> None:
+    rows = rows_of(accuracy_by_pairs(ARMS, tmp_path, (4, 8))[2])
+    found = {(r["arm"], r["pairs"]): {k: float(r[k]) for k in ("accuracy", "low", "high", "n")} for r in rows}
+    assert found == {(arm, k): v for arm, given in ARMS.items() for k, v in given.items()}
+    rows = rows_of(DRAW["attention_L1H2"](tmp_path)[2])
+    assert [r["token"] for r in rows] == TOKENS and [r["mark"] for r in rows].index("segment end") == 7
+    assert [float(r["after"]) for r in rows] == list(SHARES)
+    rows = rows_of(training_curve(HISTORY, tmp_path, "control")[2])
+    assert [{k: float(v) for k, v in r.items()} for r in rows] == HISTORY
+    rows = rows_of(costs_by_length(COSTS, tmp_path, "cpu")[2])
+    assert len(rows) == 12 and float(rows[1]["prefill_tokens_per_second"]) == 164.0
+    rows = rows_of(DRAW["prune"](tmp_path)[2])
+    assert [row["arm"] for row in rows[::4]] == ["base", "1", "2"]
+    assert [row["accuracy"] for row in rows if row["task"] == "kv_retrieval"] == ["0.95", "0.2", "0.9"]
+    assert [row["accuracy"] for row in rows if row["task"] == "perplexity"] == ["2.0", "300.0", "2.0"]
+
+
+@pytest.mark.usefixtures("figures")
+def test_training_curve_of_few_zero_or_missing_losses(tmp_path: Path) -> None:
+    for history in (HISTORY[:1], [{"step": 1, "loss": 0.0}], [*HISTORY[:3], {"step": 4, "text": 1.0}]):
+        assert len(rows_of(training_curve(history, tmp_path)[2])) == len(history), history
+
+
+def test_attention_wraps_a_long_prompt_after_newlines() -> None:
+    tokens = (["key", ":", "7", "\n"] * 33)[:130]
+    lines = _wrap(tokens, 39)
+    assert [a for a, _ in lines[1:]] == [b for _, b in lines[:-1]] and (lines[0][0], lines[-1][1]) == (0, 130)
+    assert all(b - a <= 39 for a, b in lines) and all(tokens[b - 1] == "\n" for _, b in lines[:-1])
+    assert _wrap(["x"] * 130, 40) == [(0, 40), (40, 80), (80, 120), (120, 130)]
+
+
+def test_every_arm_and_mark_is_named(tmp_path: Path, figures: list[Figure]) -> None:
+    for stem, names in {
+        "efficiency": {"base", "hybrid", "mine"},
+        "prune": {"minimal: 2", "KV-retrieval", "mine"},
+        "tasks_by_arm": {"one head off", "KV-retrieval", "mine", "perplexity"},
+    }.items():
+        DRAW[stem](tmp_path)
+        assert names <= texts(figures[-1]), stem
+
+
+# ---- sweeps
+
+
+@pytest.mark.usefixtures("figures")
+def test_numbers_of_a_sweep_are_joined_in_order_and_other_values_are_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[tuple[Any, ...]] = []
+
+    def record(axes: Any, places: Any, results: Any, look: Any, key: str, joined: bool) -> None:
+        lines.append((list(places), [result["value"] for result in results], joined))
+
+    monkeypatch.setattr(by_value, "draw_intervals", record)
+    for values, places, accuracies, joined in (
+        ((8, 0, 1), [0, 1, 2], [0.3, 0.35, 0.7], True),
+        (("sharpen", "random"), [0, 1], [0.5, 0.4], False),
+        ((True, False), [0, 1], [0.5, 0.4], False),
+        ((["L0H1"], ["L1H0"]), [0, 1], [0.5, 0.4], False),
+    ):
+        lines.clear()
+        given = [
+            sweep_row({"key": value}, 0.3 + value / 20 if joined else 0.5 - i / 10) for i, value in enumerate(values)
+        ]
+        table = rows_of(results_by_value(given, ["key"], tmp_path)[2])
+        assert lines == [(places, pytest.approx(accuracies), joined)] * 5, values
+        assert list(dict.fromkeys(r["result"] for r in table)) == [
+            "retrieval tasks: accuracy", "knowledge tasks: accuracy", "KV bytes a token", "state bytes", "new weights",
+        ]  # fmt: skip
+
+
+def test_a_second_key_gives_series_and_a_teacher_a_panel(tmp_path: Path, figures: list[Figure]) -> None:
+    keys = ["splice.num_heads", "splice.select", "seed"]
+    values = [{"splice.num_heads": n, "splice.select": s} for n in (1, 2) for s in ("sharpen", "random")]
+    table = rows_of(results_by_value([sweep_row(value, 0.5, True) for value in values], keys, tmp_path)[2])
+    assert "select=sharpen" in texts(figures[0]) and "mean over seeds" in " ".join(texts(figures[0]))
+    assert "retrieval tasks: share of the teacher's accuracy" in {row["result"] for row in table}

@@ -13,6 +13,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,14 +40,13 @@ from surgery.commands.init import (
     DataFile,
     Tokenizer,
     init,
-    overrides_with_base,
     recipe_of_base,
     recipe_without_base,
 )
 from surgery.commands.shipped import examples, recipes
 from surgery.commands.show import show
 from surgery.commands.validate import validate
-from surgery.console.progress import Bars, PlainStream, out, show_progress, silence_libraries
+from surgery.console.progress import NO_READER, Bars, PlainStream, out, show_progress, silence_libraries
 from surgery.console.tables import (
     print_analysis,
     print_heads,
@@ -116,7 +117,10 @@ def run(
 ) -> None:
     """Run all stages of a recipe in RUNS/NAME. With --base, measure a model and write its recipe first."""
     if base is not None:
-        overrides = overrides_with_base(recipe, overrides)
+        if recipe is not None:  # the first override stands where a recipe would
+            if "=" not in recipe:
+                raise SurgeryError("RECIPE", recipe, "--base writes the recipe. Remove RECIPE, or remove --base.")
+            overrides = [recipe, *(overrides or ())]
         path = recipe_of_base(base, data, tokenizer, trust_remote_code, runs, overwrite)
     else:
         path = recipe_without_base(recipe, data, tokenizer, trust_remote_code)
@@ -136,8 +140,6 @@ def _run(
         use_free_cores()
     loaded = load_recipe(path, overrides or ())
     folder = runs / loaded.name
-    from surgery.run import pipeline
-
     if dry:
         from surgery.run.dry_run import dry_run
         from surgery.run.stages import choose_stages
@@ -145,16 +147,15 @@ def _run(
         choose_stages(loaded, first, last)
         print_plan(dry_run(loaded, folder, path, overwrite))
         return
-    bars = Bars()
-    try:
-        done = pipeline.run_pipeline(loaded, folder, first, last, overwrite, bars, path)
+    from surgery.run.pipeline import run_pipeline
+
+    with Bars() as bars:
+        done = run_pipeline(loaded, folder, first, last, overwrite, bars, path)
         if done.accelerator.is_main_process and "evaluate" in done.stages:
             print_results(folder, loaded)
         elif done.accelerator.is_main_process and "locate" in done.stages:
             print_heads(folder)
         done.accelerator.end_training()
-    finally:
-        bars.stop()
 
 
 @app.command()
@@ -208,24 +209,20 @@ def sweep(
     if dry_run:
         print_sweep_plan(plan_sweep(grid, folder, overwrite, recipe), folder)
         return
-    bars = Bars()
-    try:
+    with Bars() as bars:
         summary = run_sweep(grid, folder, overwrite, bars, recipe)
         if summary:
             print_sweep(summary, folder)
         make_accelerator().end_training()
-    finally:
-        bars.stop()
 
 
-def _stage_command(name: str, what: str) -> None:
+def _stage_command(name: str) -> Callable[..., None]:
     def command(
         recipe: RecipePath, overrides: Overrides = None, overwrite: Overwrite = False, runs: Runs = Path("runs")
     ) -> None:
         _run(recipe, overrides, name, name, overwrite, runs)
 
-    command.__doc__ = f"{what}. Runs this stage only, even if it is finished."
-    app.command(name)(command)
+    return command
 
 
 for _name, _what in {
@@ -237,7 +234,7 @@ for _name, _what in {
     "evaluate": "Evaluate base, control and hybrid and write results.json",
     "export": "Export the hybrid and verify the export",
 }.items():
-    _stage_command(_name, _what)
+    app.command(_name, help=f"{_what}. Runs this stage only, even if it is finished.")(_stage_command(_name))
 
 
 @app.command()
@@ -263,12 +260,9 @@ def analyse(
     loaded = load_recipe(recipe, overrides or (), AnalysisRecipe)
     from surgery.reproduce.analysis import analyse as work
 
-    bars = Bars()
-    bars.start("analyse", "evaluating every arm")
-    try:
+    with Bars() as bars:
+        bars.start("analyse", "evaluating every arm")
         results = work(loaded, runs / loaded.name, overwrite, bars.progress, recipe)
-    finally:
-        bars.stop()
     print_analysis(results, runs / loaded.name)
 
 
@@ -284,13 +278,10 @@ def pretrain(
     loaded = load_recipe(recipe, overrides or (), PretrainRecipe)
     from surgery.run.pretrain import pretrain as work
 
-    bars = Bars()
-    bars.start("pretrain", f"pretraining {loaded.name}")
-    try:
+    with Bars() as bars:
+        bars.start("pretrain", f"pretraining {loaded.name}")
         work(loaded, to, bars.progress, overwrite, recipe)
-    finally:
-        bars.stop()
-    out.print(f"wrote {to}", highlight=False)
+    out.print(f"wrote {to}")
 
 
 for _command in (validate, show, inspect, generate, convert, compare, verify, publish, examples):
@@ -332,48 +323,44 @@ def main() -> None:
             setattr(sys, name, streams[-1])
     if os.environ.get("WORLD_SIZE", "1") == "1":  # else exiting could block in a collective operation
         signal.signal(signal.SIGTERM, _stop)
-    code = 0
+    code, line = _run_command()
     try:
-        code = _exit_code()
-    except SystemExit as end:  # standard error has no reader
-        code = int(end.code or 0)
+        if line:
+            print(line, file=sys.stderr)
+    except SystemExit:  # standard error has no reader
+        code = NO_READER
+    except SurgeryError:  # it is full
+        pass
     raise SystemExit(max([code, *(stream.last_flush() for stream in streams)]))
 
 
-def _exit_code() -> int:
-    """Run the command, print the error that ends it, and return its exit code."""
+def _run_command() -> tuple[int, str]:
+    """Run the command. Return its exit code and the line to print on standard error, if any."""
     try:
-        _check_arguments(sys.argv[1:])
+        for word in sys.argv[1:]:
+            if any("\ud800" <= letter <= "\udfff" for letter in word):  # it cannot be written to recipes and cards
+                hint = "The argument is not UTF-8. Rename the file, or set a UTF-8 locale."
+                raise SurgeryError("argument", ascii(word), hint)
         app()
-        return 0
+        return 0, ""
     except SystemExit as end:
         if end.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # typer exits so after an interrupt
-            print(_STOPPED, file=sys.stderr)
-        return int(end.code or 0)
+            return end.code, _STOPPED
+        return (end.code or 0, "") if isinstance(end.code, int | None) else (1, str(end.code))  # as Python does
     except KeyboardInterrupt:
-        print(_STOPPED, file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + signal.SIGINT, _STOPPED
     except BaseException as error:
         if os.environ.get(_DEBUG, "0") != "0":
-            traceback.print_exc()
+            with suppress(SurgeryError):  # standard error is full
+                traceback.print_exc()
         code, line = _verdict(error)
-        print(" ".join(line.splitlines()), file=sys.stderr)
-        return code
+        return code, " ".join(line.splitlines())
 
 
 def _stop(number: int, _: object) -> None:
     """Exit with cleanup on SIGTERM, so that no half-written file remains. A second signal kills the process."""
     signal.signal(number, signal.SIG_DFL)
     raise SystemExit(128 + number)
-
-
-def _check_arguments(words: list[str]) -> None:
-    """Refuse arguments that are not UTF-8: they cannot be written to recipes and model cards."""
-    for word in words:
-        if any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise SurgeryError(
-                "argument", ascii(word), "The argument is not UTF-8. Rename the file, or set a UTF-8 locale."
-            )
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:

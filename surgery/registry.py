@@ -12,7 +12,7 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -34,10 +34,11 @@ class Registry(Generic[T]):
     Args:
         kind: noun for an entry in error messages, such as `probe`.
         modules: our own modules that register entries. They are imported when the registry is first read.
+        plugins: further names, each with the plugin in the repository that registers it.
     """
 
-    def __init__(self, kind: str, modules: Sequence[str] = ()) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, modules: Sequence[str] = (), plugins: Mapping[str, str] | None = None) -> None:
+        self.kind, self._plugins = kind, plugins or {}
         self._modules = tuple(modules)
         self._entries: dict[str, T] = {}
 
@@ -90,9 +91,15 @@ class Registry(Generic[T]):
 
     def hint(self, name: str) -> str:
         """Suggest replacements for an unknown name."""
+        if name in self._plugins:
+            return f"Add {self._plugins[name]} to `plugins`, and set PYTHONPATH to a checkout of this project."
         near = difflib.get_close_matches(name, self, n=1, cutoff=0.5)
         nearest = f"Did you mean {near[0]}? " if near else ""
         return f"{nearest}Known: {', '.join(self)}. If a plugin registers it, add the plugin's module to `plugins`."
+
+    def is_of_plugin(self, name: str) -> bool:
+        """Whether a plugin in the repository registers this name, and is not loaded."""
+        return name in self._plugins and name not in self
 
     def registered(self) -> tuple[tuple[str, T], ...]:
         """Names with the entries so far, without importing our modules that are not imported yet."""
@@ -132,14 +139,11 @@ class NameOf:
             names = self.names()
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                hint = f"{f'Did you mean {near[0]}? ' if near else ''}Use one of: {', '.join(names)}."
+                if self.registry.is_of_plugin(name):
+                    hint = self.registry.hint(name)
                 raise PydanticCustomError(
-                    "unknown_name",
-                    "Unknown {kind}. {near}Use one of: {names}.",
-                    {
-                        "kind": self.registry.kind,
-                        "near": f"Did you mean {near[0]}? " if near else "",
-                        "names": ", ".join(names),
-                    },
+                    "unknown_name", "Unknown {kind}. {hint}", {"kind": self.registry.kind, "hint": hint}
                 )
             return name
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
+from numpy.typing import NDArray
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
@@ -233,6 +234,23 @@ class HeadSet:
     clean: Mapping[str, Interval] = field(default_factory=dict)
     groups: tuple[ScoredGroup, ...] = ()
     cost: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class PromptAttention:
+    """Attention of heads over one prompt of T tokens.
+
+    Attributes:
+        tokens: T decoded tokens.
+        marks: name (`segment end`) -> position in 0..T-1. The rows are those of the token `query`.
+        rows: name of a head -> (T,) shares of the query's row, 0 to 1.
+        matrices: name of a head -> (T,T) shares, for a few heads. Row t is what token t reads; zero above the diagonal.
+    """
+
+    tokens: tuple[str, ...]
+    marks: Mapping[str, int]
+    rows: Mapping[str, NDArray[Any]]
+    matrices: Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def test_shards_checkpoint_activations_and_train_adapters(tmp_path: Path) -> Non
 def test_the_command_in_two_processes(tmp_path: Path) -> None:
     """Rank 0 writes the run folder; both ranks train on their share of every batch."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    shared = ("locate.batch_size=4", "locate.backups=2")
+    shared = ("locate.batch_size=4",)
     command = [*torchrun, "-m", "surgery", "run", str(RECIPE), *SMALL, *shared, "--to", "train", "train.steps=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)

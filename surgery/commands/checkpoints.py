@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,19 +24,16 @@ def inspect(
 ) -> None:
     """Print family, mixers, heads, parameters and cache size of a model."""
     from surgery.models.loading import open_checkpoint
-    from surgery.models.lookup import family_of, geometry_of
-    from surgery.models.runtime import run_device
-    from surgery.models.sizes import meta_model, sizes_of
+    from surgery.models.sizes import meta_model
     from surgery.models.tensor_faults import checked_model
-    from surgery.models.torch_scans import code_text
 
     with naming("MODEL", "base.model"):
         stored = open_checkpoint(Base(model=model, revision=revision, trust_remote_code=trust_remote_code))
-        config = stored.config
-        geometry, family = geometry_of(config), family_of(config)
-        has_weights = stored.has_local_weights  # the config alone can be inspected too
-        built = checked_model(stored, trust_remote_code)[0] if has_weights else meta_model(config, trust_remote_code)
-    print_model(model, geometry, config, family, sizes_of(built), code_text(built, run_device()))
+        if stored.has_local_weights:
+            built = checked_model(stored, trust_remote_code)[0]
+        else:  # the config alone can be inspected too
+            built = meta_model(stored.config, trust_remote_code)
+        print_model(model, stored.config, built)
 
 
 def generate(
@@ -82,9 +80,9 @@ def convert(
 
     with naming("MODEL", "base.model"):
         done = work(Base(model=model), folder, dtype, overwrite)
-    out.print(f"wrote {folder}: {done.tensors} tensors in {done.shards} file(s)", highlight=False)
+    out.print(f"wrote {folder}: {done.tensors} tensors in {done.shards} file(s)")
     if not done.tokenizer:
-        out.print(f"note: {model} has no tokenizer, so none was written. Save one into {folder}.", highlight=False)
+        out.print(f"note: {model} has no tokenizer, so none was written. Save one into {folder}.")
 
 
 def compare(
@@ -100,12 +98,9 @@ def compare(
     # A path may contain `=`. A key never contains a slash.
     named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or os.path.isdir(word)]
     loaded = load_comparison(named, [word for word in models if word not in named])
-    bars = Bars()
-    bars.start("compare", "evaluating every model")
-    try:
+    with Bars() as bars:
+        bars.start("compare", "evaluating every model")
         results = compare_models(loaded, runs / loaded.name, bars.progress)
-    finally:
-        bars.stop()
     print_comparison(results, runs / loaded.name)
 
 
@@ -120,20 +115,18 @@ def verify(
 
     checks = verify_folder(folder, trust_remote_code, plugins or ())
     if checks["files"] is not None:
-        out.print(f"{checks['files']} files match the export record", highlight=False)
+        out.print(f"{checks['files']} files match the export record")
     if checks["tensors"] is not None:
-        out.print(f"{checks['tensors']} tensors are present and finite", highlight=False)
+        out.print(f"{checks['tensors']} tensors are present and finite")
     if checks["agree"]:
-        out.print(f"{', '.join(checks['agree'])} agree on the splice", highlight=False)
+        out.print(f"{', '.join(checks['agree'])} agree on the splice")
     if "max_logit_difference" in checks:
         same = f"logits differ by at most {checks['max_logit_difference']:.1g} standard deviations"
-        out.print(
-            f"in stock transformers: {same}, {checks['generated_tokens']} generated tokens are equal", highlight=False
-        )
+        out.print(f"in stock transformers: {same}, {checks['generated_tokens']} generated tokens are equal")
     for sentence in checks.get("also_checked", ()):
-        out.print(sentence, highlight=False)
+        out.print(sentence)
     for sentence in checks["not_checked"]:
-        out.print(f"not checked: {sentence}", highlight=False)
+        out.print(f"not checked: {sentence}")
 
 
 def publish(
@@ -157,9 +150,7 @@ def publish(
     from surgery.export.publish import publish as work
     from surgery.export.verify import check_publishable
 
-    def say(line: str) -> None:
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
-
+    say = partial(out.print, soft_wrap=True)
     if dry_run:
         check_request(repo_id, revision, pr, message)
         for name in check_publishable(folder, trust_remote_code, plugins or (), say)[0]:

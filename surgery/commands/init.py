@@ -86,17 +86,6 @@ def recipe_of_base(
     return path
 
 
-def overrides_with_base(word: str | None, overrides: list[str] | None) -> list[str]:
-    """Return the overrides of `surgery run --base`, whose first one stands where a recipe would.
-
-    Raises:
-        SurgeryError: that word is no override.
-    """
-    if word is not None and "=" not in word:
-        raise SurgeryError("RECIPE", word, "--base writes the recipe. Remove RECIPE, or remove --base.")
-    return [*([word] if word is not None else []), *(overrides or ())]
-
-
 def recipe_without_base(recipe: str | None, data: str | None, tokenizer: str | None, trust_remote_code: bool) -> Path:
     """Find the recipe of `surgery run` without --base.
 

@@ -9,8 +9,8 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import IO, Any, Literal
 
 from rich.console import Console, ConsoleOptions
@@ -30,8 +30,6 @@ from surgery.report.progress_lines import ProgressLines
 
 # Control characters but the tab and the line end, and those that change the direction of text.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
 NO_READER = 128 + signal.SIGPIPE  # exit code of a command whose output nobody reads, as a shell reports it
 
 
@@ -81,7 +79,8 @@ class PlainStream(_Stream):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # Python flushes once more when it exits
             if isinstance(error, SystemExit):
                 return NO_READER
-            sys.stderr.write(f"error: {error}\n")
+            with suppress(SurgeryError):  # standard error is full too
+                sys.stderr.write(f"error: {error}\n")
             return 2
 
 
@@ -96,7 +95,13 @@ def _reported() -> Iterator[None]:
 
 
 class _Output(Console):
-    """Console that escapes control characters in everything that it renders, such as cells and descriptions."""
+    """Console that escapes control characters in everything that it renders, such as cells and descriptions.
+
+    A name in brackets is no markup.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     @property  # type: ignore[misc]
     def file(self) -> IO[str]:
@@ -108,20 +113,21 @@ class _Output(Console):
             yield segment if segment.control else Segment(plain(segment.text), segment.style)
 
 
-# A pipe has no width: names must not be truncated. A name in brackets is no markup.
-out = _Output(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
+out = _Output(width=None if sys.stdout.isatty() else 140)  # a pipe has no width: names must not be truncated
 
 
 def silence_libraries() -> None:
     """Turn off the progress bars and warnings of libraries. Call it before they are imported."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    os.environ.setdefault("RUST_BACKTRACE", "0")
-    os.environ.setdefault(
-        "TRITON_CACHE_AUTOTUNING", "1"
-    )  # tuning takes minutes; the next process starts with its result
+    settings = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TQDM_DISABLE": "1",
+        "RUST_BACKTRACE": "0",
+        "TRITON_CACHE_AUTOTUNING": "1",  # tuning takes minutes; the next process starts with its result
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
 
@@ -136,13 +142,25 @@ def show_progress(amount: Literal["quiet", "normal", "verbose"]) -> None:
 
 
 class Bars:
-    """Progress bar of a stage. Prints plain lines if the output is not a terminal."""
+    """Progress bar of a stage, to use in a `with` statement. Prints plain lines if the output is not a terminal."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._has_bar = _shown == "normal" and out.is_terminal
-        self._lines = ProgressLines(_ignore if _shown == "quiet" else _print_line, every_step=_shown == "verbose")
+        write: Callable[[str], None] = out.print if _shown != "quiet" else lambda line: None
+        self._lines = ProgressLines(write, every_step=_shown == "verbose")
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._task = None
 
     def start(self, stage: str, what: str) -> None:
         """Show that a stage starts."""
@@ -162,15 +180,9 @@ class Bars:
         elif not self._has_bar:
             self._lines.progress(done, total, note)
 
-    def stop(self) -> None:
-        """Remove the bar. Call it after an error too."""
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = self._task = None
-
     def finish(self, stage: str, seconds: float) -> None:
         """Show that a stage is finished, and its time."""
-        self.stop()
+        self._remove()
         self._lines.finish(stage, seconds)
 
     def skip(self, stage: str, why: str) -> None:
@@ -186,11 +198,3 @@ def say(topic: str, text: str) -> None:
     """Print one line on standard error, unless nothing but results is to be printed."""
     if _shown != "quiet":
         sys.stderr.write(f"{topic:>9}  {text}\n")
-
-
-def _print_line(line: str) -> None:
-    out.print(line, highlight=False, markup=False)
-
-
-def _ignore(line: str) -> None:
-    pass

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from surgery.console.progress import out
 from surgery.files.atomic import read_json
 from surgery.recipe import Recipe
 from surgery.recipe.grid import label_of_values
 from surgery.recipe.methods import UNRANKED
-from surgery.report.progress_lines import duration_text
 from surgery.report.results import (
     BEFORE,
     arm_label,
@@ -29,8 +27,8 @@ from surgery.report.results import (
     skipped_of_lm_eval,
     value_text,
 )
-from surgery.report.text import size_text, visible
-from surgery.report.verdict import Verdict, verdict_of
+from surgery.report.text import duration_text, size_text, visible
+from surgery.report.verdict import verdict_of
 
 
 def print_plan(estimate: dict[str, Any]) -> None:
@@ -38,16 +36,11 @@ def print_plan(estimate: dict[str, Any]) -> None:
     table = Table(title="Dry run", show_header=False)
     if estimate["shapes_from"]:
         table.add_row("shapes", f"from {estimate['shapes_from']}: the checkpoint is not available locally")
-    origin = (
-        "not located yet: estimated with heads of the middle layer"
-        if estimate["heads_from"] == "stand-in"
-        else estimate["heads_from"]
-    )
-    heads = (
-        estimate["heads"]
-        if len(estimate["heads"]) <= 8
-        else [*estimate["heads"][:8], f"... {len(estimate['heads'])} in total"]
-    )
+    origin, heads = estimate["heads_from"], estimate["heads"]
+    if origin == "stand-in":
+        origin = "not located yet: estimated with heads of the middle layer"
+    if len(heads) > 8:
+        heads = [*heads[:8], f"... {len(heads)} in total"]
     table.add_row("heads", f"{', '.join(heads)} ({origin})")
     for site in estimate["sites"]:
         if "form" in site:
@@ -58,41 +51,42 @@ def print_plan(estimate: dict[str, Any]) -> None:
         widths = f"query/key {site['qk_width']}{copied}, value {site['v_width']}"
         text = f"{len(site['heads'])} heads, {site['mode']}, init {site['init']}, {widths}"
         table.add_row(f"layer {site['layer']}", text)
+    notes = {}
+    if estimate["until_plateau"]:
+        notes["steps"] = " at most, fewer if a plateau is found"
+    if base := estimate["base_parameters"]:
+        notes["parameters"] = f" (the base has {base:,})"
     for key in ("parameters", "new_parameters", "trainable_parameters", "steps", "documents"):
-        note = " at most, fewer if a plateau is found" if key == "steps" and estimate["until_plateau"] else ""
-        note = f" (the base has {base:,})" if key == "parameters" and (base := estimate["base_parameters"]) else note
-        table.add_row(key.replace("_", " "), f"{estimate[key]:,}{note}")
+        table.add_row(key.replace("_", " "), f"{estimate[key]:,}{notes.get(key, '')}")
     table.add_row("learning rates", estimate["learning_rates"])
     tokens, flops = estimate["tokens"], estimate["flops"]
     arms = ", including the control" if estimate["arms"] > 1 else ""
     table.add_row("tokens", f"{tokens['step']:,} per step, {tokens['run']:,} in total{arms}")
     table.add_row("", f"counted with {estimate['tokens_counted_with']}")
-    table.add_row(
-        "FLOPs", f"{flops['step']:.2e} per step, {flops['run']:.2e} in total{arms}, without elementwise operations"
-    )
-    table.add_row("time", _time_text(estimate))
-    out.print(table, highlight=False)
+    flops_text = f"{flops['step']:.2e} per step, {flops['run']:.2e} in total{arms}, without elementwise operations"
+    table.add_row("FLOPs", flops_text)
+    table.add_row("time", _time_text(estimate, arms))
+    out.print(table)
     if estimate["code"]:
-        out.print(f"{estimate['code']}.", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"{estimate['code']}.", soft_wrap=True)
     _print_memory(estimate)
     if estimate["locating"]:
-        out.print(f"Memory while locating: {estimate['locating']}.", highlight=False)
+        out.print(f"Memory while locating: {estimate['locating']}.")
     lengths = [key for key in estimate["cache"]["hybrid"] if key not in ("state", "kv_per_token")]
-    out.print("Cache of one sequence while decoding:", highlight=False)
+    out.print("Cache of one sequence while decoding:")
     table = Table("", "states", "KV per token", *(f"{length} tokens" for length in lengths))
     for name, cache in estimate["cache"].items():
         table.add_row(name, *(size_text(cache[key]) for key in ("state", "kv_per_token", *lengths)))
-    out.print(table, highlight=False)
+    out.print(table)
     for text in estimate["notes"]:
-        out.print(f"note: {text}.", highlight=False, markup=False)
+        out.print(f"note: {text}.")
 
 
-def _time_text(estimate: dict[str, Any]) -> str:
+def _time_text(estimate: dict[str, Any], arms: str) -> str:
     """Time of the training in a dry run, and how it was estimated."""
     found = estimate["time"]
     if found is None:
         return "not estimated: set hardware.tflops to the TFLOP/s that one GPU reaches in training"
-    arms = ", including the control" if estimate["arms"] > 1 else ""
     how = "from hardware.tflops"
     if found["measured_on"]:
         how = f"measured on this machine ({found['measured_on']}) with random weights"
@@ -106,7 +100,7 @@ def _print_memory(estimate: dict[str, Any]) -> None:
     """Print the memory table and whether the run fits."""
     largest, fits = estimate["largest"], estimate["fits"]
     batch = f"{largest['rows']} documents of {largest['tokens']} tokens ({largest['source']})"
-    out.print(f"Memory of one device while training; largest micro-batch: {batch}:", highlight=False)
+    out.print(f"Memory of one device while training; largest micro-batch: {batch}:")
     table = Table(show_header=False)
     notes = {
         "optimizer": "two AdamW moments in fp32",
@@ -116,40 +110,37 @@ def _print_memory(estimate: dict[str, Any]) -> None:
     for key, size in estimate["memory"].items():
         if size:
             table.add_row(key.replace("_", " "), size_text(size), notes.get(key, ""))
-    out.print(table, highlight=False)
+    out.print(table)
     if fits is None:
-        out.print("Set hardware.memory_gib to check whether the run fits.", highlight=False)
+        out.print("Set hardware.memory_gib to check whether the run fits.")
         return
     left = size_text(abs(fits["left"]))
     verdict = f"fits, {left} left" if fits["fits"] else f"does not fit: needs {left} more"
     count, each = (f"{fits['count']} x ", " each") if fits["count"] > 1 else ("", "")
-    out.print(f"{count}{fits['gpu']}, {fits['memory_gib']:g} GiB{each}: {verdict}.", highlight=False)
+    out.print(f"{count}{fits['gpu']}, {fits['memory_gib']:g} GiB{each}: {verdict}.")
     if not fits["fits"]:
-        out.print("Set a smaller train.micro_batch, or train.precision: bf16.", highlight=False)
+        out.print("Set a smaller train.micro_batch, or train.precision: bf16.")
 
 
-def print_model(name: str, geometry: str, config: Any, family: Any, sizes: Any, code: str) -> None:
-    """Print family, mixers, heads, parameters and cache size of a model.
+def print_model(name: str, config: Any, model: Any) -> None:
+    """Print family, mixers, heads, parameters and cache size of a model, which may be on the meta device."""
+    from surgery.models.inserted import inserted_entries  # imports torch
+    from surgery.models.lookup import family_of, geometry_of
+    from surgery.models.runtime import run_device
+    from surgery.models.sizes import sizes_of
+    from surgery.models.torch_scans import code_text
 
-    Args:
-        name: folder or Hub id of the model.
-        geometry: hash of the shapes, from `lookup.geometry_of`.
-        config: the model's PreTrainedConfig.
-        family: the model's `layouts.Family`.
-        sizes: the model's `sizes.Sizes`.
-        code: the model's `torch_scans.code_text`.
-    """
-    out.print(f"{name}: {config.model_type}, family {family.name}, geometry {geometry}", highlight=False)
+    geometry, family = geometry_of(config), family_of(config)
+    sizes, code = sizes_of(model), code_text(model, run_device())
+    out.print(f"{name}: {config.model_type}, family {family.name}, geometry {geometry}")
     new = f", of which {sizes.new_parameters:,} in spliced heads" if sizes.new_parameters else ""
-    out.print(f"{sizes.parameters:,} parameters{new}", highlight=False)
+    out.print(f"{sizes.parameters:,} parameters{new}")
     sites = family.sites(config)
     where = f"can be spliced into {len(sites)} layers" if sites else f"cannot be spliced: {family.why_not(config)}"
-    out.print(f"attention {where}", highlight=False)
+    out.print(f"attention {where}")
     if code:
-        out.print(code, highlight=False, markup=False, soft_wrap=True)
+        out.print(code, soft_wrap=True)
     spliced = {site["layer"]: site for site in getattr(config, "splice", None) or []}
-    from surgery.models.inserted import inserted_entries  # imports torch
-
     inserted = {layer: entry for entry in inserted_entries(config) for layer in entry["layers"]}
     table = Table("mixer", "module", "kind", "heads", "head width", "groups", "state", "spliced heads")
     for spec in family.mixers(config):
@@ -188,12 +179,12 @@ def print_heads(folder: Path, most: int = 10) -> None:
         if group["kind"] != "layer":
             lost = group["scores"]["ablation"]
             names = " ".join(group["heads"])
-            out.print(f"{group['kind']:>9}  without {names}: margin {-lost['value']:+.3f}", highlight=False)
+            out.print(f"{group['kind']:>9}  without {names}: margin {-lost['value']:+.3f}")
     clean, passes = heads["clean"]["accuracy"]["value"], cost["passes"] / cost["prompts"]
     text = f"{cost['prompts']:.0f} prompts, clean accuracy {clean:.3f}; {passes:.1f} forward passes per prompt in "
     text += f"{cost['seconds']:.0f} s, peak memory {cost['peak_bytes'] / 2**30:.2f} GiB"
-    out.print(text, highlight=False)
-    out.print(f"page: {folder / 'locate.html'}; scores: {folder / 'heads.csv'}", highlight=False)
+    out.print(text)
+    out.print(f"page: {folder / 'locate.html'}; scores: {folder / 'heads.csv'}")
 
 
 def print_results(folder: Path, recipe: Recipe) -> None:
@@ -207,76 +198,59 @@ def print_results(folder: Path, recipe: Recipe) -> None:
     if not path.is_file():
         return
     results = json.loads(path.read_text(encoding="utf-8"))
-    _print_arms(f"{folder}: heads {', '.join(results['heads'])}", results["arms"], recipe)
-    for name, rows in results.get("held_out_examples", {}).items():
-        _print_examples(name, rows, recipe)
-    _print_end(folder, verdict_of(results, recipe), example_of(results), recipe)
-
-
-def _print_arms(title: str, arms: dict[str, Any], recipe: Recipe) -> None:
-    """Print a table with one row for each task and one column for each arm, the hybrid first."""
-    ordered = {name: arms[name] for name in ordered_arms(arms)}
-    table = Table("", title=Text(title))
-    for name in ordered:
-        table.add_column(Text(arm_label(name, recipe)), justify="right")
-    rows = rows_of(ordered, recipe.evaluate.probes)
+    arms = {name: results["arms"][name] for name in ordered_arms(results["arms"])}  # the hybrid first
+    table = Table("", title=f"{folder}: heads {', '.join(results['heads'])}")
+    for name in arms:
+        table.add_column(arm_label(name, recipe), justify="right")
+    rows = rows_of(arms, recipe.evaluate.probes)
     for place, found in rows.shown:
         label = label_of(place, next(entry for entry in found if entry is not None))
-        table.add_row(Text(label), *("not measured" if entry is None else value_text(entry) for entry in found))
+        table.add_row(label, *("not measured" if entry is None else value_text(entry) for entry in found))
     out.print(table)
     if rows.at_chance:
-        text = f"Hidden, since every model is at chance: {', '.join(rows.at_chance)}."
-        out.print(text, highlight=False, markup=False)
+        out.print(f"Hidden, since every model is at chance: {', '.join(rows.at_chance)}.")
     _print_skipped(arms)
+    tuned = recipe.splice is None
+    labels = {"base": BEFORE if tuned else "base", "hybrid": "after fine-tuning" if tuned else "hybrid"}
+    for name, examples in results.get("held_out_examples", {}).items():
+        table = Table("prompt", "wanted", *labels.values(), title=f"{name}: {len(examples)} held-out rows")
+        for row in examples:
+            texts = (visible(row["generated"].get(arm, ""), 24) for arm in labels)
+            table.add_row(visible(row["prompt"], 48), visible(row["wanted"], 24), *texts)
+        out.print(table)
+    verdict = verdict_of(results, recipe)
+    for text in (*verdict.advice, verdict.sentence):
+        out.print(text, soft_wrap=True)
+    if (folder / "report.html").is_file():
+        out.print(f"report: {folder / 'report.html'}", soft_wrap=True)
+    export = folder if (folder / "export.json").is_file() else folder / "export"
+    if (export / "export.json").is_file():
+        _print_next(export, example_of(results), recipe)
 
 
 def _print_skipped(arms: dict[str, Any]) -> None:
     for task, reason in skipped_of_lm_eval(arms).items():
-        out.print(f"lm-eval did not run {task}: {reason}", highlight=False, markup=False)
+        out.print(f"lm-eval did not run {task}: {reason}")
 
 
-def _print_examples(name: str, rows: list[dict[str, Any]], recipe: Recipe) -> None:
-    """Print held-out rows with the wanted text, and the texts of the base and the hybrid."""
-    tuned = recipe.splice is None
-    arms = {"base": BEFORE if tuned else "base", "hybrid": "after fine-tuning" if tuned else "hybrid"}
-    table = Table("prompt", "wanted", *arms.values(), title=Text(f"{name}: {len(rows)} held-out rows"))
-    for row in rows:
-        texts = [visible(row["prompt"], 48), visible(row["wanted"], 24)]
-        texts += [visible(row["generated"].get(arm, ""), 24) for arm in arms]
-        table.add_row(*map(Text, texts))  # `Text` has no markup
-    out.print(table, highlight=False)
-
-
-def _print_end(folder: Path, verdict: Verdict, example: Mapping[str, Any] | None, recipe: Recipe) -> None:
-    """Print the verdict, the report, and the commands that use the exported hybrid, with a prompt that it answers."""
-
-    def say(text: str) -> None:
-        out.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    for text in (*verdict.advice, verdict.sentence):
-        say(text)
-    if (folder / "report.html").is_file():
-        say(f"report: {folder / 'report.html'}")
-    export = folder if (folder / "export.json").is_file() else folder / "export"
-    if (export / "export.json").is_file():
-        name, form = shlex.quote(str(export)), read_json(export / "export.json").get("format", "transformers")
-        # A hybrid with inserted layers is no `transformers` export, and `gguf` needs the place of llama.cpp.
-        same = "" if form == "transformers" else " export.format=nemotron_h"
-        say("next:")
-        prompt = example["prompt"].replace("\n", " ") if example is not None else ""
-        # `generate` reads \n as a line end, and a dash as an option; other characters could change the terminal
-        if example is None or "\\" in prompt or prompt.startswith("-") or not prompt.isprintable():
-            say(f"  surgery generate {name} 'PROMPT'")
-        else:
-            prompt = example["prompt"].replace("\n", "\\n")
-            texts = [
-                f"{arm_label(arm, recipe)} {visible(example['generated'][arm].strip(), 40)}"
-                for arm in ("hybrid", "base")
-            ]
-            say(f"  surgery generate {name} {shlex.quote(prompt)}")
-            say(f"    wanted {visible(example['wanted'].strip(), 40)}; {'; '.join(texts)}")
-        for command in (f"finetune {name} DATA.jsonl{same}", f"publish {name} OWNER/NAME"):
-            say(f"  surgery {command}")
+def _print_next(export: Path, example: Mapping[str, Any] | None, recipe: Recipe) -> None:
+    """Print the commands that use the exported hybrid, with a prompt that it answers."""
+    name, form = shlex.quote(str(export)), read_json(export / "export.json").get("format", "transformers")
+    # A hybrid with inserted layers is no `transformers` export, and `gguf` needs the place of llama.cpp.
+    same = "" if form == "transformers" else " export.format=nemotron_h"
+    lines = [f"generate {name} 'PROMPT'", f"finetune {name} DATA.jsonl{same}", f"publish {name} OWNER/NAME"]
+    prompt = example["prompt"].replace("\n", " ") if example is not None else ""
+    # `generate` reads \n as a line end, and a dash as an option; other characters could change the terminal
+    if example is not None and "\\" not in prompt and not prompt.startswith("-") and prompt.isprintable():
+        shown = shlex.quote(example["prompt"].replace("\n", "\\n"))
+        answers = [f"wanted {visible(example['wanted'].strip(), 40)}"]
+        answers += [
+            f"{arm_label(a, recipe)} {visible(example['generated'][a].strip(), 40)}" for a in ("hybrid", "base")
+        ]
+        lines[0] = f"generate {name} {shown}\n    {'; '.join(answers)}"
+    out.print("next:")
+    for line in lines:
+        out.print(f"  surgery {line}", soft_wrap=True)
 
 
 def print_comparison(comparison: dict[str, Any], folder: Path) -> None:
@@ -292,11 +266,11 @@ def print_comparison(comparison: dict[str, Any], folder: Path) -> None:
     out.print(table)
     if any(test["significant"] for of_model in tests.values() for test in of_model.values()):
         text = f"* differs from {names[0]}: exact McNemar test at 0.05, Holm-corrected over all tasks"
-        out.print(text, highlight=False, markup=False)
+        out.print(text)
     for name, reason in comparison["skipped"].items():
-        out.print(f"{name}: {reason}", highlight=False, markup=False)
+        out.print(f"{name}: {reason}")
     _print_skipped(comparison["arms"])
-    out.print(f"all numbers: {folder / 'results.json'}; figures: {folder / 'figures'}", highlight=False)
+    out.print(f"all numbers: {folder / 'results.json'}; figures: {folder / 'figures'}")
 
 
 def print_analysis(analysis: dict[str, Any], folder: Path) -> None:
@@ -310,10 +284,10 @@ def print_analysis(analysis: dict[str, Any], folder: Path) -> None:
         table.add_row(name, *cells, perplexity_text(scores["perplexity"]))
     table.add_row("chance", *(f"{analysis['chance'][task]:.3f}" for task in tasks), "")
     out.print(table)
-    out.print("* worse than the base: exact McNemar test at 0.05, Holm-corrected over the arms", highlight=False)
+    out.print("* worse than the base: exact McNemar test at 0.05, Holm-corrected over the arms")
     if analysis["minimal"] is not None:
         text = "minimal model: {layers} of {of} layers; KV accuracy {accuracy:.3f}, base {base:.3f} (p = {p_value:.2g})"
-        out.print(text.format(**analysis["minimal"]), highlight=False)
+        out.print(text.format(**analysis["minimal"]))
 
 
 def print_sweep(summary: dict[str, Any], folder: Path) -> None:
@@ -321,7 +295,7 @@ def print_sweep(summary: dict[str, Any], folder: Path) -> None:
     from surgery.report.sweep_report import caption_of, markdown_of
 
     for line in (markdown_of(summary), caption_of(summary), f"page: {folder / 'sweep.html'}; all numbers: sweep.json"):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 def print_sweep_plan(plan: dict[str, Any], folder: Path) -> None:
@@ -330,9 +304,9 @@ def print_sweep_plan(plan: dict[str, Any], folder: Path) -> None:
     lines = [["run", *stages], ["---"] * (len(stages) + 1)]
     lines += [[name, *(run.get(stage, "") for stage in stages)] for name, run in plan["runs"].items()]
     for line in lines:
-        out.print(f"| {' | '.join(line)} |", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"| {' | '.join(line)} |", soft_wrap=True)
     for control in plan["controls"]:
         values = label_of_values(control["values"])
         arm = "base" if control["arm"] == "base" else "control"
-        out.print(f"{values}: the {arm} of {control['run']}", markup=False, highlight=False, soft_wrap=True)
-    out.print(f"folder: {folder}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"{values}: the {arm} of {control['run']}", soft_wrap=True)
+    out.print(f"folder: {folder}", soft_wrap=True)

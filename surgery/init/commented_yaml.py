@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import yaml
 
 Path = tuple[str | int, ...]
 Comments = Mapping[Path, str]
-_WIDTH = 116  # of a comment
+WIDTH = 116  # of a comment
 
 
 def commented_yaml(data: Mapping[str, Any], comments: Comments, head: Sequence[str] = ()) -> str:
@@ -38,7 +40,7 @@ def _block(data: Mapping[str, Any], path: Path, comments: Comments, indent: str)
     for key, value in data.items():
         place = (*path, key)
         lines += _comment(comments.get(place, ""), indent)
-        if isinstance(value, Mapping) and _has_inside(place, comments):
+        if isinstance(value, Mapping) and any(other[:-1][: len(place)] == place for other in comments):
             lines += [f"{indent}{key}:", *_block(value, place, comments, indent + "  ")]
         elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
             lines.append(f"{indent}{key}:")
@@ -50,30 +52,14 @@ def _block(data: Mapping[str, Any], path: Path, comments: Comments, indent: str)
     return lines
 
 
-def _has_inside(path: Path, comments: Comments) -> bool:
-    """Whether a value below `path` has a comment, or is a list of mappings."""
-    return any(len(other) > len(path) and other[: len(path)] == path for other in comments)
-
-
 def _comment(text: str, indent: str) -> list[str]:
     """Wrap a comment, one `#` for each line."""
-    lines, line = [], ""
-    for word in " ".join(text.split()).split(" "):
-        if line and len(indent) + len(line) + len(word) + 3 > _WIDTH:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return [f"{indent}# {part}" for part in [*lines, line] if part]
+    lines = textwrap.wrap(text, WIDTH - len(indent) - 2, break_long_words=False, break_on_hyphens=False)
+    return [f"{indent}# {line}" for line in lines]
 
 
 def _flow(value: Any) -> str:
     """Write a value in one line of flow style."""
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
+    plain = json.loads(json.dumps(value))  # YAML's safe writer knows no tuples
+    text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
     return text.removesuffix("...\n").strip()
-
-
-def _plain(value: Any) -> Any:
-    """Replace tuples by lists, which YAML's safe writer knows."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

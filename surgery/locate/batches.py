@@ -34,7 +34,7 @@ ROUNDING = 1e-3  # logits: largest difference by rounding between two computatio
 
 def is_stepwise(section: Locate) -> bool:
     """Whether all methods change heads at the query alone, so that the clean query can be a decode step."""
-    return not section.backups and all(METHODS[method].decode_step for method in section.per_batch)
+    return all(METHODS[method].decode_step for method in section.per_batch)
 
 
 class PromptBatches:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -15,13 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch
 from surgery.errors import ModelError, PlanError, ProbeError, RecipeError
-from surgery.interventions.ablation import Ablation
 from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.batches import ROUNDING, PromptBatches
 from surgery.locate.measuring import items_of, measure_heads, train_candidates
 from surgery.locate.memory import locate_memory
-from surgery.locate.methods import TrainedScores
-from surgery.locate.redundancy import ablate_in_turn, ablate_pairs, ablate_sets, ablate_together
 from surgery.locate.scores import Array, Table, plain, roles_of, scores_of
 from surgery.locate.selection import Candidate, choose, rank, ranking_of
 from surgery.models.config_checks import check_unquantized
@@ -30,7 +26,7 @@ from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.stats import bootstrap_mean, wilson
-from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredGroup, ScoredHead, better_read
+from surgery.types import HeadSet, MixerSpec, ScoredGroup, ScoredHead, better_read
 
 Progress = Callable[[int, int], None]
 
@@ -81,7 +77,7 @@ def locate_heads(
         ModelError: an unknown model type, quantized weights, a tokenizer of another model, logits that are NaN, or a
             hook that never fired.
         RunError: out of memory.
-        RecipeError: a method of the section does not fit the other settings, such as `gates` with `splice.form: block`.
+        RecipeError: a method of the section does not fit the other settings.
         PlanError: the heads to choose cannot be spliced.
     """
     section, splice = section or Locate(), splice or Splice()
@@ -101,15 +97,9 @@ def locate_heads(
             table, alive = measure_heads(prompts, specs, sites, splice, tick)
             check_moved(table, splice.select)
             heads, groups = _scored(table, alive, specs, section.layers, seed)
-            trained, trained_cost = train_candidates(prompts, heads, sites, splice, seed, tick)
-            heads = _with_trained_scores(heads, trained, seed)
+            heads, chosen, trained_cost = train_candidates(prompts, heads, sites, splice, seed, tick)
             ranked = rank(heads, ranking_of(splice, section))
-            method = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
-            together = trained[method].chosen if method in trained else ()
-            scores = {scored.head: scored.scores for scored in heads}
-            chosen = tuple(replace(s, scores=scores[s.head]) for s in together)
             chosen = chosen or choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
-            groups += _redundancy(prompts, heads, chosen, seed, tick)
     finally:
         model.train(training)
     right, margin = table.clean_correct(), table.clean_margin()
@@ -127,8 +117,8 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
     needed = RANKINGS[splice.select].name if splice.select in RANKINGS else None
     if needed is not None and needed not in section.methods:
         raise RecipeError("splice.select", splice.select, f"Add {needed} to locate.methods.")
-    if needed is not None and METHODS[needed].trains and splice.num_heads > section.candidates_of(needed):
-        hint = f"Set locate.{needed}.candidates to {splice.num_heads} or more."
+    if needed is not None and METHODS[needed].trains and splice.num_heads > section.options_of(needed).candidates:
+        hint = f"Set locate.method_options.{needed}.candidates to {splice.num_heads} or more."
         raise PlanError("splice.num_heads", splice.num_heads, hint)
     for method in section.trained:
         if splice.teacher is not None:
@@ -136,7 +126,7 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
         if splice.form != "head":
             hint = f"It does not train splice.form: {splice.form}. Remove it, or set splice.form: head."
             raise RecipeError("locate.methods", method, hint)
-        for ranking in ("sharpen", section.candidates_by(method)):
+        for ranking in ("sharpen", section.options_of(method).candidates_by):
             if RANKINGS[ranking].name not in section.methods:
                 raise RecipeError("locate.methods", method, f"It needs {RANKINGS[ranking].name}. Add it.")
     if section.fill != "zero" and min(map(len, prompts.batches)) < 2:
@@ -163,8 +153,9 @@ def _ticker(
     methods = [METHODS[method] for method in section.per_batch]
     per_batch = sum(len(method.columns) if method.changes_heads else 1 for method in methods)
     further = splice.num_heads - 1 if is_greedy(splice.select) else 0
-    steps = batches * max(1, per_batch) + further + section.backups + (1 if section.backups else 0)
-    steps += sum(section.training_steps(method, num_heads, splice.num_heads) for method in section.trained)
+    steps = batches * max(1, per_batch) + further
+    for options in map(section.options_of, section.trained):
+        steps += options.num_steps(min(options.candidates, num_heads), splice.num_heads)
     done = 0
 
     def tick() -> None:
@@ -182,20 +173,6 @@ def peak_bytes() -> float:
         return float(torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def _with_trained_scores(
-    heads: Sequence[ScoredHead], trained: Mapping[str, TrainedScores], seed: int
-) -> list[ScoredHead]:
-    """Add the scores of the methods that train to the heads that they tried."""
-    added: dict[HeadId, dict[str, Interval]] = {scored.head: {} for scored in heads}
-    for result in trained.values():
-        for column, by_head in result.columns.items():
-            if not by_head:
-                continue
-            for head, interval in zip(by_head, bootstrap_mean(np.stack(list(by_head.values())), seed), strict=True):
-                added[head][column] = interval
-    return [replace(scored, scores={**scored.scores, **added[scored.head]}) for scored in heads]
 
 
 def _scored(
@@ -234,27 +211,6 @@ def measure_gains(
     margins = np.concatenate(list(batches.values()), axis=1)
     tick()
     return margins[1:] - margins[0]
-
-
-def _redundancy(
-    prompts: PromptBatches,
-    heads: Sequence[ScoredHead],
-    chosen: Sequence[ScoredHead],
-    seed: int,
-    tick: Callable[[], None],
-) -> list[ScoredGroup]:
-    """Ablate heads in turn, in pairs, and all chosen heads together, if the recipe sets `backups`."""
-    section = prompts.section
-    if not section.backups:
-        return []
-    ablation = Ablation(section.where, section.fill)
-    most = max(s.n for s in heads)
-    measured = [s for s in heads if s.n == most]
-    sets = partial(ablate_sets, prompts, ablation)
-    groups = ablate_in_turn(rank(measured, "ablation"), section.backups, section.top_k, sets, seed, tick)
-    if {"query", "context"} <= set(section.methods):
-        groups += ablate_pairs(measured, min(section.backups, 4), sets, seed, tick)
-    return groups + ([ablate_together([s.head for s in chosen], sets, seed)] if chosen else [])
 
 
 def check_clean(table: Table, section: Locate, chance: float) -> None:

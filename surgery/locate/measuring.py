@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,10 +20,11 @@ from surgery.locate.methods import Candidates, LocateBatch, TrainedScores
 from surgery.locate.scores import Array, Record, Table, plain, spread
 from surgery.locate.selection import rank, search_rounds, still_candidates
 from surgery.recipe import Splice
-from surgery.recipe.methods import METHODS, Method
+from surgery.recipe.methods import METHODS, RANKINGS, Method
 from surgery.registry import plugin_errors
 from surgery.scoring.ranking import ChoiceScores
-from surgery.types import HeadId, MixerSpec, ScoredHead
+from surgery.stats import bootstrap_mean
+from surgery.types import HeadId, Interval, MixerSpec, ScoredHead
 
 Item = tuple[HeadId, ...]  # heads that are changed together
 
@@ -136,7 +138,7 @@ def train_candidates(
     splice: Splice,
     seed: int,
     tick: Callable[[], None],
-) -> tuple[dict[str, TrainedScores], dict[str, float]]:
+) -> tuple[list[ScoredHead], tuple[ScoredHead, ...], dict[str, float]]:
     """Run the methods that train candidates: the best heads by a ranking, among those that can be spliced.
 
     Every process does the same work, and takes the result of the first one.
@@ -146,26 +148,28 @@ def train_candidates(
         sites: the mixers that can be spliced.
 
     Returns:
-        Scores by method, and entries for the cost: seconds, passes and steps of each method.
+        The heads with the scores of these methods, the heads that the method of `splice.select` chooses together, and
+        entries for the cost: seconds, passes and steps of each method.
 
     Raises:
         PlanError: nothing can be spliced into this model.
     """
-    section, trained, cost = prompts.section, {}, {}
-    mixers = {spec.name for spec in sites}
+    section, mixers = prompts.section, {spec.name for spec in sites}
+    selecting = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
+    added: dict[HeadId, dict[str, Interval]] = {scored.head: {} for scored in heads}
+    chosen: tuple[ScoredHead, ...] = ()
+    cost: dict[str, float] = {}
     for method in (METHODS[name] for name in section.trained):
-        began, count = time.perf_counter(), section.candidates_of(method.name)
-        ranked = [s for s in rank(heads, section.candidates_by(method.name)) if s.head.mixer in mixers]
+        began, options = time.perf_counter(), section.options_of(method.name)
+        ranked = [s for s in rank(heads, options.candidates_by) if s.head.mixer in mixers]
         if not ranked:
             hint = "It splices heads to try them, and no head of this model can be spliced. Remove it."
             raise PlanError("locate.methods", method.name, hint)
-        held_out = sum(map(len, prompts.batches))
-        candidates = Candidates(
-            prompts.model, prompts.tokenizer, tuple(ranked[:count]), section, splice, seed, held_out, tick
-        )
-        hint = f"Lower it, or lower locate.{method.name}.rows."
+        tried, held_out = tuple(ranked[: options.candidates]), sum(map(len, prompts.batches))
+        candidates = Candidates(prompts.model, prompts.tokenizer, tried, section, splice, seed, held_out, tick)
+        field = f"locate.method_options.{method.name}.candidates"
         with (
-            fitting(f"locate.{method.name}.candidates", count, hint),
+            fitting(field, options.candidates, "Lower it, or the work of a training step."),
             plugin_errors(f"locating method {method.name}", method),
         ):
             result = method.measure(candidates)
@@ -177,8 +181,16 @@ def train_candidates(
             shared = [result]
             distributed.broadcast_object_list(shared)
             result = shared[0]
+        for column, by_head in result.columns.items():
+            if by_head:
+                means = bootstrap_mean(np.stack(list(by_head.values())), seed)
+                for head, mean in zip(by_head, means, strict=True):
+                    added[head][column] = mean
+        if method.name == selecting:
+            chosen = result.chosen
         prompts.passes += result.passes
-        trained[method.name] = result
         cost[f"{method.name}_seconds"] = time.perf_counter() - began
         cost[f"{method.name}_passes"], cost[f"{method.name}_steps"] = result.passes, float(result.steps)
-    return trained, cost
+    scores = {scored.head: {**scored.scores, **added[scored.head]} for scored in heads}
+    with_scores = [replace(scored, scores=scores[scored.head]) for scored in heads]
+    return with_scores, tuple(replace(scored, scores=scores[scored.head]) for scored in chosen), cost

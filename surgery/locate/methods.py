@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surgery.errors import ProbeError
 from surgery.recipe.methods import METHODS, Column, Method, register_method
 
 if TYPE_CHECKING:
@@ -174,91 +173,3 @@ def sharpen(batch: LocateBatch) -> Scores:
         variants = [Variant(oracle=tuple((head, position) for head in item)) for item in batch.items]
         scores[position] = change_at_query(batch.run, variants)
     return scores
-
-
-@register_method(
-    "attribution",
-    [Column("attribution", "margin lost by ablating the head, to first order")],
-    ranks=True,
-    passes=3,
-)
-def attribution(batch: LocateBatch) -> dict[str, Tensor]:
-    """Estimate each head's ablation by attribution patching."""
-    from surgery.locate import baselines
-
-    return {"attribution": baselines.attribution(batch.run)}
-
-
-@register_method(
-    "integrated_gradients",
-    [Column("integrated_gradients", "margin lost by ablating the head, integrated over its layer")],
-    ranks=True,
-    passes_per_mixer=15,
-)
-def integrated_gradients(batch: LocateBatch) -> dict[str, Tensor]:
-    """Compute integrated gradients in 5 steps, each a forward and a backward pass."""
-    from surgery.locate import baselines
-
-    return {"integrated_gradients": baselines.integrated_gradients(batch.run)}
-
-
-@register_method(
-    "layer_divergence",
-    [Column("layer_divergence", "KL of the answer's distribution without the head's whole mixer", unit="nats")],
-    ranks=True,
-    passes=1,
-    passes_per_mixer=1,
-)
-def layer_divergence(batch: LocateBatch) -> dict[str, Tensor]:
-    """Measure the KL divergence without each mixer. Every head of the mixer gets its score."""
-    import torch
-
-    from surgery.locate import baselines
-
-    num_heads = torch.tensor([spec.num_heads for spec in batch.run.specs])
-    return {"layer_divergence": baselines.layer_divergence(batch.run).repeat_interleave(num_heads, 0)}
-
-
-@register_method(
-    "retrieval_score",
-    [Column("retrieval_score", "how often the head attends most to the token to be copied", unit="share")],
-    passes=1,
-    needs_text=True,
-)
-def retrieval_score(batch: LocateBatch) -> dict[str, Tensor]:
-    """Score retrieval heads, SSM heads by their hidden attention. NaN for prompts without a token to copy."""
-    import torch
-
-    from surgery.locate import baselines
-
-    run, scores = batch.run, []
-    for document in batch.documents or ():
-        try:
-            scores.append(baselines.retrieval_score(run.model, batch.tokenizer, [document], hidden=True))
-        except ProbeError:  # as the tokenizer splits them, answer and segment have no token in common
-            scores.append(torch.full((sum(spec.num_heads for spec in run.specs),), torch.nan))
-    return {"retrieval_score": torch.stack(scores, 1)}
-
-
-@register_method(
-    "hidden_attention",
-    [
-        Column("gather_score", "share of segment ends on their own segment, beyond the decay", unit="share"),
-        Column("aggregate_score", "the gold segment among all that the query reads", unit="share"),
-        Column("segment_share", "share of all segments in the query's row", unit="share"),
-        Column("entropy", "entropy of the query's row, 1 where it is uniform", unit="share"),
-        Column("effective_tokens", "exp of the entropy of the query's row", unit="tokens"),
-        Column("sharpness", "largest step between neighbouring tokens of the query's row", unit="share"),
-    ],
-    passes=1,
-    needs_text=True,
-)
-def hidden_attention(batch: LocateBatch) -> dict[str, Any]:
-    """Score the shape of each head's attention pattern. SSM heads have a hidden one."""
-    import numpy as np
-
-    from surgery.locate.hidden_attention import structural_scores
-
-    run, documents = batch.run, batch.documents or ()
-    scores = list(structural_scores(run.model, batch.tokenizer, documents, run.specs).values())
-    return {name: np.stack([columns[name] for columns in scores]) for name in scores[0]}

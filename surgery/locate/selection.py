@@ -86,8 +86,7 @@ def still_candidates(
 ) -> list[int]:
     """Drop heads that cannot be among the best by any ranking that the result depends on. Layers stay.
 
-    These are the ranking that selects heads, those that choose candidates to train, and with `backups` those of the
-    heads to ablate together. They share the level `risk`.
+    These are the ranking that selects heads, and those that choose candidates to train. They share the level `risk`.
 
     Args:
         alive: items that were measured so far.
@@ -100,16 +99,11 @@ def still_candidates(
     """
     assert section.search is not None
     select = ranking_of(splice, section)
-    used = {section.candidates_by(method) for method in section.trained}
+    used = {section.options_of(method).candidates_by for method in section.trained}
     if not RANKINGS[select].trains:
         used.add(select)
-    if section.backups:
-        used |= {
-            name for name in RANKINGS if RANKINGS[name].name in {"ablation", "context", "query"} & {*section.methods}
-        }
-    several = splice.num_heads > 1 or section.backups > 0
-    tried = max((section.candidates_of(method) for method in section.trained), default=1)
-    keep = max(splice.num_heads, section.top_k if several else 1, tried)
+    tried = max((section.options_of(method).candidates for method in section.trained), default=1)
+    keep = max(splice.num_heads, section.top_k if splice.num_heads > 1 else 1, tried)
     mixers = {spec.name for spec in sites}
     left = {i for i in alive if i >= len(heads)}
     for ranking in sorted(used):
@@ -214,18 +208,15 @@ def choose(
 def can_choose_again(measured: Splice, splice: Splice, section: Locate) -> bool:
     """Whether `choose_again` can choose heads for `splice` from heads that were located with `measured`.
 
-    A search drops heads, and redundancy ablates heads, depending on the chosen ones, so both need a new measurement.
-    Greedy choice needs an equal or larger number of heads that was chosen the same way: its first heads are the same.
-    The accuracy of the base was checked only if `measured` selects by a ranking. Of the methods that train, only
-    `gates` does the same for any number of heads.
+    A search drops heads depending on the ranking, so it needs a new measurement. Greedy choice needs an equal or larger
+    number of heads that was chosen the same way: its first heads are the same.
+    The accuracy of the base was checked only if `measured` selects by a ranking. Methods that train may do other work
+    for another number of heads.
     """
-    if section.search is not None or section.backups:
+    if section.search is not None:
         return False
     same = (measured.select, measured.num_heads) == (splice.select, splice.num_heads)
-    if set(section.trained) - {"gates"} and not same:
-        return False
-    method = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
-    if method in section.trained and splice.num_heads > section.candidates_of(method):
+    if section.trained and not same:
         return False
     if splice.select in RANKINGS and measured.select not in RANKINGS:
         return False

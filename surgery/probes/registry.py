@@ -177,7 +177,8 @@ def prompts_of(probe: Probe, purpose: str, seed: int, count: int, options: Optio
     return [probe.generate(rng_of(purpose, seed, i), "eval", options) for i in range(count)]
 
 
-PROBES: Registry[Probe] = Registry("task")
+_PLUGINS = dict.fromkeys(("variable_tracking", "common_words"), "bench.plugins.ruler")
+PROBES: Registry[Probe] = Registry("task", plugins=_PLUGINS)
 P = TypeVar("P", bound=type[Probe])
 
 

@@ -5,7 +5,7 @@ from surgery.recipe.base import Base, Checkpoint, Teacher, as_base
 from surgery.recipe.evaluate import Efficiency, Evaluate, EvaluationTask, LmEval
 from surgery.recipe.export import Export, Hardware
 from surgery.recipe.loading import check_recipe, find_recipe, load_any, load_recipe, shipped, to_yaml
-from surgery.recipe.locate import Gates, Locate, Search, Trial
+from surgery.recipe.locate import Locate, Search
 from surgery.recipe.optimizer import Optimizer
 from surgery.recipe.pretrain import PretrainRecipe, TinyMamba, TinyMamba2, TinyTransformer
 from surgery.recipe.run import Recipe
@@ -26,7 +26,6 @@ __all__ = [
     "Evaluate",
     "EvaluationTask",
     "Export",
-    "Gates",
     "Hardware",
     "LmEval",
     "Locate",
@@ -47,7 +46,6 @@ __all__ = [
     "TinyTransformer",
     "Train",
     "TrainStage",
-    "Trial",
     "Weights",
     "as_base",
     "check_recipe",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from surgery.probes.registry import PROBES, Options, Probe
 from surgery.recipe.methods import METHODS, RANKINGS, UNRANKED
@@ -15,7 +15,6 @@ from surgery.types import Fill, Where
 
 Method = Annotated[str, NameOf(METHODS)]
 Select = Annotated[str, NameOf(RANKINGS, extra=tuple(UNRANKED))]
-UntrainedRanking = Annotated[str, NameOf(RANKINGS, keep=lambda method: not method.trains)]
 
 
 def _locates(probe: Probe) -> bool:
@@ -43,99 +42,20 @@ class Search(Section):
     )
 
 
-class Training(Section):
-    """Short training of candidate heads on the frozen base, on prompts of the training split."""
-
-    lr: float = Field(6e-3, gt=0, le=1, description="Learning rate of the candidates' attention branches.")
-    rows: Positive = Field(16, description="Training documents per step, each with up to 4 questions.")
-    candidates_by: UntrainedRanking = Field(
-        "sharpen",
-        description="Value of `splice.select` whose best heads are the candidates. `patching` suits bases on which "
-        "the oracle read misleads.",
-    )
-
-    def num_steps(self, candidates: int, keep: int) -> int:
-        """Training steps of all candidates together, for progress bars."""
-        raise NotImplementedError
-
-
-class Gates(Training):
-    """Train all candidate heads together, each behind a gate that costs something while it is open."""
-
-    candidates: Positive = Field(12, description="Heads that are trained. All of them are in memory together.")
-    steps: Positive = Field(80, description="Training steps.")
-    gate_lr: float = Field(0.1, gt=0, le=10, description="Learning rate of the gates.")
-    cost: float = Field(
-        0.02, ge=0, description="Cost of an open head, in nats of the answer loss. A larger cost closes more gates."
-    )
-
-    def num_steps(self, candidates: int, keep: int) -> int:
-        return self.steps
-
-
-class Trial(Training):
-    """Train candidate heads one at a time, and drop the worse half after each round."""
-
-    candidates: Positive = Field(8, description="Heads that are tried.")
-    steps: Positive = Field(
-        32, description="Training steps of the first round. Each further round doubles the steps trained so far."
-    )
-    greedy: bool = Field(
-        False,
-        description="With several heads to choose: try the second and further ones together with those already "
-        "chosen. By default the heads that are left after the last round are chosen.",
-    )
-
-    def rounds(self, candidates: int, keep: int) -> list[tuple[int, int]]:
-        """Schedule of successive halving (Karnin et al. 2013): the worse half is dropped until `keep` are left.
-
-        Returns:
-            For each round, the number of candidates in it and the steps that each has been trained by its end.
-        """
-        counts = [candidates]
-        while counts[-1] > keep:
-            counts.append(max(keep, -(-counts[-1] // 2)))
-        in_rounds = counts[:-1] or counts  # the last count is what remains after the last round
-        return [(count, self.steps * 2**index) for index, count in enumerate(in_rounds)]
-
-    def stages(self, candidates: int, keep: int) -> list[list[tuple[int, int]]]:
-        """Schedules of the halvings: one that keeps all heads to choose or, with `greedy`, one for each of them.
-
-        All of them have the same number of rounds, so that sets of different sizes train for equally many steps.
-        """
-        if not self.greedy:
-            return [self.rounds(candidates, keep)]
-        whole = self.rounds(candidates, 1)
-        return [
-            [(min(count, candidates - taken), steps) for count, steps in whole]
-            for taken in range(min(keep, candidates))
-        ]
-
-    def num_steps(self, candidates: int, keep: int) -> int:
-        total = 0
-        for rounds in self.stages(candidates, keep):
-            before = 0
-            for count, steps in rounds:
-                total += count * (steps - before)
-                before = steps
-        return total
-
-
 class Locate(Section):
-    """Measure every head: exact ablation, roles by position, oracle reads (`sharpen`), and baselines."""
+    """Measure every head: exact ablation, roles by position, patching, and oracle reads (`sharpen`)."""
 
     methods: OneOrMore[Method] = Field(
         ("ablation", "query", "context", "patching", "sharpen"),
         min_length=1,
         description="Measurements of every head (docs/LOCATE.md). `patching` ranks heads for the default "
         "`splice.select`. `sharpen`, the oracle read, finds the position that training supervises. [query, patching, "
-        "sharpen] needs one decode step per head and column, which suits large models on small machines. `gates` and "
-        "`trial` train candidates, and add `sharpen`.",
+        "sharpen] needs one decode step per head and column, which suits large models on small machines. Methods that "
+        "train candidates add `sharpen`.",
     )
     task: LocatedTask = Field(
         "kv_retrieval",
-        description="Probe that generates the prompts. Choose one that the base can answer. `hidden_attention` needs "
-        "kv_retrieval.",
+        description="Probe that generates the prompts. Choose one that the base can answer.",
     )
     pairs: OnePairs = Field(
         24,
@@ -166,12 +86,10 @@ class Locate(Section):
     layers: bool = Field(False, description="Also measure each layer as a whole.")
     search: Search | None = Field(None, description="Stop measuring heads that cannot be among the best.")
     top_k: Positive = Field(12, description="Best heads that are candidates for the second and further chosen heads.")
-    backups: int = Field(
-        0, ge=0, le=10**9, strict=True, description="Redundancy: number of heads to ablate cumulatively, the most "
-        "important first. Pairs of Gather and Aggregate heads are ablated too. By default not measured."
-    )  # fmt: skip
-    gates: Gates = Field(Gates(), description="With `gates` in `methods`: budget of the training.")
-    trial: Trial = Field(Trial(), description="With `trial` in `methods`: budget of the training.")
+    method_options: dict[str, Any] = Field(
+        {},
+        description="Options of methods of plugins, by method: `{NAME: {KEY: VALUE}}`. By default those of the method.",
+    )
 
     @field_validator("methods")
     @classmethod
@@ -182,20 +100,35 @@ class Locate(Section):
             return (*value, "sharpen")  # it measures the position that each candidate reads
         return value
 
+    @field_validator("method_options")
+    @classmethod
+    def _known_options(cls, value: dict[str, Any]) -> dict[str, Any]:
+        options = {}
+        for name, given in value.items():
+            kind = METHODS[name].options if name in METHODS else None
+            if kind is None:
+                raise ValueError(f"The method {name} has no options. Remove `{name}`.")
+            try:
+                options[name] = kind.model_validate(given)
+            except ValidationError as error:
+                fault = error.errors()[0]
+                key = ".".join(map(str, (name, *fault["loc"])))
+                raise ValueError(f"{key}: {fault['msg']}. Keys: {', '.join(kind.model_fields)}.") from error
+        return options
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Locate:
         if self.fill != "zero" and (self.batch_size == 1 or self.examples % self.batch_size == 1):
             raise ValueError("`fill: mean` and `resample` need two prompts in every batch. Change `batch_size`.")
         if self.search is not None and not any(METHODS[method].ranks for method in self.methods):
             raise ValueError("`search` needs a method that ranks heads, such as ablation or sharpen.")
-        if self.backups and "ablation" not in self.methods:
-            raise ValueError("`backups` needs `ablation` in `methods`.")
+        for method in self.method_options:
+            if method not in self.methods:
+                raise ValueError(f"`method_options` has options of {method}: add it to `methods`.")
         for method in self.trained:
-            ranking = self.candidates_by(method)
+            ranking = self.options_of(method).candidates_by
             if RANKINGS[ranking].name not in self.methods:
                 raise ValueError(f"`{method}.candidates_by: {ranking}` needs `{RANKINGS[ranking].name}` in `methods`.")
-        if self.backups > self.top_k:
-            raise ValueError("`backups` must not exceed `top_k`: it takes heads from the best `top_k`.")
         check_value_digits(self.pairs, self.value_digits)
         return self
 
@@ -206,8 +139,6 @@ class Locate(Section):
         for name in ("filler", "value_digits"):
             if getattr(self, name) is not None and name not in probe.options:
                 raise ValueError(f"{self.task} does not use `{name}`: remove it")
-        if self.task != "kv_retrieval" and "hidden_attention" in self.methods:
-            raise ValueError("the method hidden_attention needs `task: kv_retrieval`. Remove the method")
         return self
 
     @property
@@ -237,8 +168,6 @@ class Locate(Section):
             raise ValueError("`generated` needs `data`. Without it all prompts are generated: set `examples`.")
         if self.data is not None and self.data.columns.text is not None:
             raise ValueError("`data` has plain text, which asks nothing. Use columns of prompts and answers.")
-        if self.data is not None and "hidden_attention" in self.methods:
-            raise ValueError("the method hidden_attention needs generated dictionaries. Remove the method or `data`")
         if self.data is not None and self.data.columns.answer_span is None:
             raise ValueError(
                 "`data` needs the place of each answer. Set `data.columns.answer_span` to a column or `auto`."
@@ -255,23 +184,7 @@ class Locate(Section):
         """Methods that train candidates."""
         return tuple(method for method in self.methods if METHODS[method].trains)
 
-    def candidates_of(self, method: str) -> int:
-        """Number of heads that a method trains. A plugin's method has no section, and trains as many as `gates`."""
-        budget = getattr(self, method, None)
-        return budget.candidates if isinstance(budget, Gates | Trial) else self.gates.candidates
-
-    def candidates_by(self, method: str) -> str:
-        """The ranking whose best heads a method trains; `sharpen` for a plugin's method, which has no section."""
-        budget = getattr(self, method, None)
-        return budget.candidates_by if isinstance(budget, Gates | Trial) else "sharpen"
-
-    def training_steps(self, method: str, heads: int, keep: int) -> int:
-        """Training steps of a method, for progress bars.
-
-        Args:
-            method: a method that trains; 0 for one of a plugin.
-            heads: number of heads that can be spliced.
-            keep: number of heads to choose.
-        """
-        budget = getattr(self, method, None)
-        return budget.num_steps(min(budget.candidates, heads), keep) if isinstance(budget, Gates | Trial) else 0
+    def options_of(self, method: str) -> Any:
+        """Options of a method: those of the recipe, otherwise the defaults. None for a method without options."""
+        kind = METHODS[method].options
+        return self.method_options.get(method, None if kind is None else kind())

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field
 
 from surgery.errors import RecipeError
-from surgery.registry import Registry
+from surgery.recipe.section import Positive, Section
+from surgery.registry import NameOf, Registry
 from surgery.types import Reads
 
 
@@ -83,7 +86,7 @@ class Method:
     Attributes:
         measure: called with a `surgery.locate.methods.LocateBatch`, or with `Candidates` if the method trains.
         ranks: the value of `splice.select` that ranks heads by it; empty if it ranks none.
-        greedy, trains, gloss: see `register_method`.
+        greedy, trains, gloss, options: see `register_method`.
     """
 
     name: str
@@ -97,6 +100,7 @@ class Method:
     needs_text: bool = False
     trains: bool = False
     gloss: str = ""
+    options: type[Section] | None = None
 
     def __post_init__(self) -> None:
         for name in ("__module__", "__qualname__"):  # shown in the registry's errors
@@ -113,14 +117,36 @@ class Method:
         return any(column.effect for column in self.columns)
 
 
-_OURS = ("surgery.locate.methods", "surgery.trials.methods")
-METHODS: Registry[Method] = Registry("locating method", _OURS)
-RANKINGS: Registry[Method] = Registry("way to select heads", _OURS)  # by the value of splice.select
+_OURS = ("surgery.locate.methods",)
+_PLUGINS = {  # in a checkout, with what was measured of them
+    "attribution": "bench.plugins.baselines",
+    "gates": "bench.plugins.trials",
+    "hidden_attention": "bench.plugins.hidden_attention",
+    "integrated_gradients": "bench.plugins.baselines",
+    "layer_divergence": "bench.plugins.baselines",
+    "retrieval_score": "bench.plugins.baselines",
+    "trial": "bench.plugins.trials",
+}
+METHODS: Registry[Method] = Registry("locating method", _OURS, _PLUGINS)
+RANKINGS: Registry[Method] = Registry("way to select heads", _OURS, _PLUGINS)  # by the value of splice.select
 UNRANKED = {  # other values of splice.select, each with how it selects heads
     "random": "drawn at random",
     "uniform": "spaced evenly over the model",
     "list": "listed in the recipe",
 }
+
+
+class Training(Section):
+    """Options of a method that trains candidates. A method may add its own in a subclass."""
+
+    candidates: Positive = Field(12, description="Heads that are trained.")
+    candidates_by: Annotated[str, NameOf(RANKINGS, keep=lambda method: not method.trains)] = Field(
+        "sharpen", description="Value of `splice.select` whose best heads are the candidates."
+    )
+
+    def num_steps(self, candidates: int, keep: int) -> int:
+        """Training steps of all candidates together, for progress bars: 0 if they are not known before."""
+        return 0
 
 
 def gloss_of(select: str) -> str:
@@ -145,6 +171,7 @@ def register_method(
     needs_text: bool = False,
     trains: bool = False,
     gloss: str = "",
+    options: type[Section] | None = None,
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register a function that scores every head on one batch of prompts.
 
@@ -168,6 +195,8 @@ def register_method(
             `surgery.locate.methods.Candidates`, and returns `TrainedScores`. Its columns have no effect. The first one
             ranks, and each further one decides between heads that are equal in those before.
         gloss: the ranking in two to five words, for reports and cards that name it.
+        options: class of what a recipe may set in `locate.method_options`. The function gets it from
+            `section.options_of`. For a method that trains, a subclass of `Training`, which is the default.
 
     Raises:
         RecipeError: another method has this name, ranking or one of the columns, or `columns` is empty or mixes columns
@@ -183,7 +212,8 @@ def register_method(
 
     def register(measure: Callable[[Any], Any]) -> Callable[[Any], Any]:
         costs = (passes, passes_per_mixer, decode_step, needs_text, trains)
-        method = Method(name, tuple(columns), measure, select, greedy, *costs, gloss)
+        kind = Training if trains and options is None else options
+        method = Method(name, tuple(columns), measure, select, greedy, *costs, gloss, kind)
         METHODS.check_free(name, method)  # before either registry changes
         _check_columns(name, columns)
         if select:

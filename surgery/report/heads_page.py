@@ -12,8 +12,9 @@ import csv
 import html
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,61 +24,35 @@ from numpy.typing import NDArray
 
 from surgery.files.atomic import write_text
 from surgery.recipe.methods import RANKINGS, UNRANKED, Column, all_columns, unit_of
-from surgery.types import HeadId, HeadSet, Interval, ScoredHead
+from surgery.types import HeadSet, Interval, PromptAttention, ScoredHead
 
 LEVELS = 999  # shares are stored as integers from 0 to 999, relative to the largest one
-_FIRST = "query"  # the column that colours the map if no ranking chose the heads
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Attention of heads over one prompt.
-
-    Attributes:
-        tokens: T decoded tokens.
-        marks: name (`segment end`) -> position in 0..T-1. The rows are those of the token `query`.
-        rows: name of a head -> (T,) shares of the query's row, 0 to 1.
-        matrices: name of a head -> (T,T) shares, for a few heads. Row t is what token t reads; zero above the diagonal.
-    """
-
-    tokens: tuple[str, ...]
-    marks: Mapping[str, int]
-    rows: Mapping[str, NDArray[Any]]
-    matrices: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PromptAttention:
-    """Attention of heads over a few prompts."""
-
-    prompts: tuple[Prompt, ...] = ()
-
-
-def write_page(heads: HeadSet, attention: PromptAttention, path: Path, title: str = "") -> Path:
+def write_page(heads: HeadSet, prompts: Sequence[PromptAttention], path: Path) -> Path:
     """Write the page to `path` (`locate.html`) and return it. The same values give the same bytes.
 
     Args:
         heads: with the scores of every head.
-        attention: rows of all or some heads. `PromptAttention()` omits that part of the page.
+        prompts: attention of all or some heads. Without prompts the page has no such part.
         path: file to write.
-        title: heading and title of the page; names the model by default.
     """
-    data = {**_head_data(heads), "prompts": [_prompt_data(prompt) for prompt in attention.prompts]}
+    data = {**_head_data(heads), "prompts": [_prompt_data(prompt) for prompt in prompts]}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":  # nothing in the data can end the element that holds it
         text = text.replace(sign, f"\\u{ord(sign):04x}")
+    page, css, *scripts = (
+        files("surgery.report").joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.html", "page.css", "page_reading.js", "page.js")
+    )
     parts = {
-        "TITLE": html.escape(title or f"Retrieval scores of every head: {heads.model}"),
-        "CSS": _asset("page.css"),
-        "JS": _asset("page_reading.js") + _asset("page.js"),
+        "TITLE": html.escape(f"Retrieval scores of every head: {heads.model}"),
+        "CSS": css,
+        "JS": "".join(scripts),
         "DATA": text,
     }
-    before, *rest = _asset("page.html").split("{{")
-    pieces = [before]
-    for piece in rest:  # one pass: inserted text is never searched for names
-        name, _, after = piece.partition("}}")
-        pieces += [parts[name], after]
-    write_text(path, "".join(pieces))
+    # One pass: inserted text is never searched for names.
+    write_text(path, re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], page))
     return path
 
 
@@ -86,19 +61,18 @@ def heads_table(heads: HeadSet) -> tuple[list[str], list[list[Any]]]:
 
     `chosen` is the place of a chosen head among the chosen heads, from 1.
     """
-    columns = _columns(heads)
+    names = [column.name for column in _columns(heads)]
     place = {s.head: i + 1 for i, s in enumerate(heads.chosen)}
-    ends = [f"{column.name}{end}" for column in columns for end in ("", "_low", "_high")]
     rows: list[list[Any]] = []
-    for rank, scored in enumerate(_merged(heads), start=1):
-        scores = [scored.scores.get(column.name) for column in columns]
-        values = [v for s in scores for v in (("", "", "") if s is None else (s.value, s.low, s.high))]
-        n = next((s.n for s in scores if s is not None), "")
-        given = " ".join(map(str, scored.given))
-        head = scored.head
-        rows.append(
-            [head, head.layer, head.head, rank, scored.role, scored.reads or "", place.get(head, ""), given, n, *values]
-        )
+    for rank, s in enumerate(scored_heads(heads), start=1):
+        scores = [s.scores.get(name) for name in names]
+        values = [
+            v for score in scores for v in (("", "", "") if score is None else (score.value, score.low, score.high))
+        ]
+        n = next((score.n for score in scores if score is not None), "")
+        chosen, given = place.get(s.head, ""), " ".join(map(str, s.given))
+        rows.append([s.head, s.head.layer, s.head.head, rank, s.role, s.reads or "", chosen, given, n, *values])
+    ends = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
     return ["head", "layer", "index", "rank", "role", "reads", "chosen", "given", "n", *ends], rows
 
 
@@ -111,11 +85,7 @@ def write_csv(heads: HeadSet, path: Path) -> Path:
     return path
 
 
-def _asset(name: str) -> str:
-    return files("surgery.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _merged(heads: HeadSet) -> list[ScoredHead]:
+def scored_heads(heads: HeadSet) -> list[ScoredHead]:
     """All heads in order. Chosen heads get the scores that were measured when they were chosen."""
     chosen = {s.head: s for s in heads.chosen}
     return [
@@ -126,7 +96,7 @@ def _merged(heads: HeadSet) -> list[ScoredHead]:
 
 def _columns(heads: HeadSet) -> list[Column]:
     """Columns of all scores: those with an effect first, then their accuracies, then others in order of appearance."""
-    names = dict.fromkeys(name for s in _merged(heads) for name in s.scores)
+    names = dict.fromkeys(name for s in scored_heads(heads) for name in s.scores)
     registered = all_columns()
     effects = [column for column in registered.values() if column.effect]
     accuracies = [Column(f"{c.name}_accuracy", c.note, "accuracy", c.effect) for c in effects]
@@ -137,70 +107,60 @@ def _columns(heads: HeadSet) -> list[Column]:
     return first + rest
 
 
-def _column_data(column: Column) -> dict[str, str]:
-    """A column for the page: `caption` describes the coloured map, `heading` is short."""
-    heading = column.label.removesuffix(" accuracy") if column.unit == "accuracy" else column.label
-    unit = column.unit if column.effect else ""
-    return {
-        "key": column.name, "label": column.label, "heading": heading, "unit": column.unit, "unit_label": unit,
-        "note": column.note, "caption": column.caption,
-    }  # fmt: skip
-
-
 def _head_data(heads: HeadSet) -> dict[str, Any]:
+    """Everything about the heads, as `page.js` reads it."""
     columns = _columns(heads)
-    place: dict[HeadId, int] = {s.head: i + 1 for i, s in enumerate(heads.chosen)}
-    rows = [
-        {
-            "name": str(s.head),
-            "mixer": s.head.mixer,
-            "layer": s.head.layer,
-            "index": s.head.head,
-            "rank": rank,
-            "role": s.role,
-            "reads": s.reads,
-            "place": place.get(s.head, 0),
-            "given": [str(h) for h in s.given],
-            "scores": [_rounded(s.scores.get(column.name)) for column in columns],
-        }
-        for rank, s in enumerate(_merged(heads), start=1)
-    ]
-    facts = {name: getattr(heads, name) for name in ("model", "revision", "method", "seed")}
+    place = {s.head: i + 1 for i, s in enumerate(heads.chosen)}
+    ranking = [column.name for column in RANKINGS[heads.method].columns] if heads.method in RANKINGS else []
+    reads = [s.reads for s in heads.chosen if s.reads in ranking][:1]  # one of several, by what a head reads
+    names = [column.name for column in columns]
     return {
-        **facts,
+        **{name: getattr(heads, name) for name in ("model", "revision", "method", "seed")},
         "selected": UNRANKED.get(heads.method),  # null for a ranking
-        "clean": {name: _rounded(value) for name, value in heads.clean.items()},
-        "columns": [_column_data(column) for column in columns],
-        "units": {column.unit: asdict(unit_of(column.unit)) for column in columns},
-        "first": _first(heads, [column.name for column in columns]),
-        "heads": rows,
-        "groups": [
+        "clean": _rounded(heads.clean),
+        "columns": [
             {
-                "kind": group.kind,
-                "heads": [str(h) for h in group.heads],
-                "scores": {name: _rounded(value) for name, value in group.scores.items()},
+                "key": column.name,
+                "label": column.label,
+                "heading": column.label.removesuffix(" accuracy") if column.unit == "accuracy" else column.label,
+                "unit": column.unit,
+                "unit_label": column.unit if column.effect else "",
+                "note": column.note,
+                "caption": column.caption,
             }
+            for column in columns
+        ],
+        "units": {column.unit: asdict(unit_of(column.unit)) for column in columns},
+        # The column that the map shows when the page opens: the one that ranks the heads.
+        "first": next((names.index(name) for name in [*reads, *ranking, "query"] if name in names), 0),
+        "heads": [
+            {
+                "name": str(s.head),
+                "mixer": s.head.mixer,
+                "layer": s.head.layer,
+                "index": s.head.head,
+                "rank": rank,
+                "role": s.role,
+                "reads": s.reads,
+                "place": place.get(s.head, 0),
+                "given": list(map(str, s.given)),
+                "scores": list(map(_rounded(s.scores).get, names)),
+            }
+            for rank, s in enumerate(scored_heads(heads), start=1)
+        ],
+        "groups": [
+            {"kind": group.kind, "heads": list(map(str, group.heads)), "scores": _rounded(group.scores)}
             for group in heads.groups
         ],
     }
 
 
-def _first(heads: HeadSet, names: Sequence[str]) -> int:
-    """Index of the column that the map shows when the page opens: the one that ranks the heads."""
-    ranking = [column.name for column in RANKINGS[heads.method].columns] if heads.method in RANKINGS else []
-    reads = next((s.reads for s in heads.chosen if s.reads in ranking), None)  # one of several, by what a head reads
-    wanted = [*([reads] if reads else []), *ranking, _FIRST]
-    return next((names.index(name) for name in wanted if name in names), 0)
+def _rounded(scores: Mapping[str, Interval]) -> dict[str, list[float]]:
+    """[value, low, high, n] by name, rounded to six digits: the page rounds again."""
+    return {name: [*(float(f"{v:.6g}") for v in (s.value, s.low, s.high)), s.n] for name, s in scores.items()}
 
 
-def _rounded(interval: Interval | None) -> list[float] | None:
-    """[value, low, high, n], rounded to six digits: the page rounds again."""
-    if interval is None:
-        return None
-    return [float(f"{v:.6g}") for v in (interval.value, interval.low, interval.high)] + [interval.n]
-
-
-def _prompt_data(prompt: Prompt) -> dict[str, Any]:
+def _prompt_data(prompt: PromptAttention) -> dict[str, Any]:
     return {
         "tokens": list(prompt.tokens),
         "marks": dict(prompt.marks),
@@ -213,6 +173,6 @@ def _prompt_data(prompt: Prompt) -> dict[str, Any]:
 
 def _packed(rows: Sequence[NDArray[np.float64]]) -> dict[str, Any]:
     """Pack shares into few characters: the largest share, and each share as an integer from 0 to 999 relative to it."""
-    top = max((float(row.max()) for row in rows if row.size), default=0.0)
+    top = max(float(row.max()) for row in rows)
     scale = LEVELS / top if top > 0 else 0.0
     return {"top": float(f"{top:.6g}"), "rows": [np.rint(row * scale).astype(int).tolist() for row in rows]}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from surgery.report.text import duration_text
+
 MANY_STEPS = 50  # a stage with so many steps gets a line at each tenth
 PAUSE = 10.0  # seconds after which a tenth of a shorter stage gets a line
 
@@ -39,7 +41,9 @@ class ProgressLines:
             return
         self._last = (done, now)
         first, began = self._began
-        left = time_left((now - began) / (done - first) * (total - done)) if total > done > first else ""
+        left = ""
+        if total > done > first:
+            left = f"{duration_text((now - began) / (done - first) * (total - done))} left"
         self._write(f"{'':>9}  {done} of {total}  {', '.join(filter(None, (note, left)))}".rstrip())
 
     def finish(self, stage: str, seconds: float) -> None:
@@ -53,16 +57,3 @@ class ProgressLines:
     def note(self, topic: str, text: str) -> None:
         """Write one line about a part of the run."""
         self._write(f"{topic:>9}  {text}")
-
-
-def time_left(seconds: float) -> str:
-    """Format the time left: in seconds, minutes, or hours and minutes."""
-    return f"{duration_text(seconds)} left"
-
-
-def duration_text(seconds: float) -> str:
-    """Format a time: `45 s`, `7 min`, `3 h 20 min`."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -103,8 +103,7 @@ def reference_of(arms: Iterable[str]) -> str:
 
 def tests_of(results: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
     """Tests of the hybrid against a reference, by task: exact, two-sided, with Holm's correction. See `contrasts`."""
-    tests: Mapping[str, Any] = results.get("comparisons", {}).get("hybrid", {}).get(reference, {})
-    return tests
+    return dict(results.get("comparisons", {}).get("hybrid", {}).get(reference, {}))
 
 
 def example_of(results: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -143,39 +142,28 @@ def rows_of(arms: Mapping[str, Mapping[str, Any]], probes: Mapping[str, str]) ->
         probes: probe by name of a task, `Evaluate.probes` of the recipe.
     """
     by_arm = [dict(entries(arm)) for arm in arms.values()]
-    places = dict.fromkeys(place for arm in by_arm for place in arm)
-    hidden = {
-        place
-        for place in places
-        if probes.get(place[0], place[0]) != "kv_retrieval" and all(map(_at_chance, _measured(place, by_arm)))
-    }
-    rows = Rows([], 0, [label_of(place, _measured(place, by_arm)[0]) for place in places if place in hidden])
-    for place in places:
-        if place in hidden or place[:-1] in hidden:
+    shown: list[tuple[Place, list[Mapping[str, Any] | None]]] = []
+    repeats, at_chance = 0, dict[Place, str]()
+    for place in dict.fromkeys(place for arm in by_arm for place in arm):
+        found = [arm.get(place) for arm in by_arm]
+        measured = [entry for entry in found if entry is not None]
+        parents = [arm.get(place[:-1], {}).get("accuracy") for arm in by_arm]
+        if place[:-1] in at_chance:
             continue
-        if _repeats(place, by_arm):
-            rows = rows._replace(repeats=rows.repeats + 1)
+        if probes.get(place[0], place[0]) != "kv_retrieval" and all(map(_at_chance, measured)):
+            at_chance[place] = label_of(place, measured[0])
+        elif all(entry and entry.get("accuracy", "") == parent for entry, parent in zip(found, parents, strict=True)):
+            repeats += 1
         else:
-            rows.shown.append((place, [arm.get(place) for arm in by_arm]))
-    return rows
-
-
-def _measured(place: Place, by_arm: list[dict[Place, Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-    """Entries of a row, of the arms that have one."""
-    return [arm[place] for arm in by_arm if place in arm]
+            shown.append((place, found))
+    return Rows(shown, repeats, list(at_chance.values()))
 
 
 def _at_chance(entry: Mapping[str, Any]) -> bool:
-    """Whether the interval of an accuracy contains chance, and no answer was generated. 0.1 did not record chance."""
+    """Whether the interval of an accuracy contains chance, and no answer was generated."""
     if "chance" not in entry or entry.get("generated", {}).get("accuracy"):
         return False
     return bool(entry["low"] <= entry["chance"] <= entry["high"])
-
-
-def _repeats(place: Place, by_arm: list[dict[Place, Mapping[str, Any]]]) -> bool:
-    """Whether a row has in every arm the accuracy of the row that it belongs to."""
-    pairs = [(arm.get(place, {}), arm.get(place[:-1], {})) for arm in by_arm]
-    return all("accuracy" in ours and ours["accuracy"] == parents.get("accuracy") for ours, parents in pairs)
 
 
 def measurements_of(results: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
@@ -232,19 +220,14 @@ def perplexity_text(value: float) -> str:
 
 
 def trained_steps(results: Mapping[str, Any], recipe: Recipe) -> int:
-    """Number of steps of all stages that the hybrid was trained.
-
-    Args:
-        results: content of results.json, with `training` if a stage could end at a plateau.
-        recipe: the run's recipe.
-    """
+    """Number of steps of all stages of the hybrid. `results` has `training` if a stage could end at a plateau."""
     if "training" not in results:
         return recipe.train.num_all_steps
     return sum(stage["steps"] for stage in results["training"].values())
 
 
 def steps_text(results: Mapping[str, Any], recipe: Recipe) -> str:
-    """Format the number of steps, and where a plateau was found. The arguments are those of `trained_steps`."""
+    """Format the number of steps, and where a plateau was found."""
     text, train = f"{trained_steps(results, recipe)} steps", recipe.train
     if not train.has_plateau:
         return text
@@ -254,12 +237,7 @@ def steps_text(results: Mapping[str, Any], recipe: Recipe) -> str:
 
 
 def limits_of(recipe: Recipe, results: Mapping[str, Any]) -> tuple[str, ...]:
-    """Limits of the model, one or two sentences each.
-
-    Args:
-        recipe: the run's recipe.
-        results: content of results.json.
-    """
+    """Limits of the model, one or two sentences each."""
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     tasks = sorted({source.task for source in sources if source.task})
     data = [f"generated text ({', '.join(tasks)})"] * bool(tasks) + own_data(recipe)

@@ -12,6 +12,7 @@ from surgery.files.atomic import write_text
 from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.methods import UNRANKED, gloss_of
 from surgery.recipe.public import public_name, public_recipe
+from surgery.report.heads_page import scored_heads
 from surgery.report.results import (
     answer_spans_text,
     arm_label,
@@ -25,7 +26,7 @@ from surgery.report.results import (
     steps_text,
 )
 from surgery.report.templates import embedded_svg, render
-from surgery.report.text import visible
+from surgery.report.text import duration_text, visible
 from surgery.report.verdict import tiles_of, verdict_of
 from surgery.types import HeadSet, Plan
 
@@ -79,7 +80,7 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
     """Write the report to `path` and return it. Sections without measurements are omitted. Equal inputs give equal
     bytes."""
     recipe, results, arms = inputs.recipe, inputs.results, inputs.results["arms"]
-    seconds = {name: _duration(s) for name, s in results.get("seconds", {}).items() if s}
+    seconds = {name: duration_text(s) for name, s in results.get("seconds", {}).items() if s}
     maps = sorted((inputs.figures / "evaluate").glob("attention_*.svg"))
     alt = "Attention of {} on one prompt, before and after training"
     values = {
@@ -87,9 +88,7 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "style": files("surgery.report").joinpath("run_page.css").read_text(encoding="utf-8"),
         **_operation(inputs),
         "train_time": seconds.get("train"),
-        "has_control": "no_splice" in arms,
-        "has_ablation": "hybrid_heads_off" in arms,
-        "has_kv_retrieval": "kv_retrieval" in arms["hybrid"],
+        "arms": arms,
         "verdict": verdict_of(results, recipe),
         "base_label": arm_label("base", recipe),
         "tiles": tiles_of(results, recipe),
@@ -114,15 +113,8 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "recipe": to_yaml(public_recipe(recipe), defaults=False),
         "all_settings": to_yaml(public_recipe(recipe)),
     }
-    values["sections"] = _sections(values)
-    write_text(path, render("surgery.report", "run_report.html.j2", values))
-    return path
-
-
-def _sections(values: _Values) -> dict[str, str]:
-    """Sections that have something to show, in order."""
     figures = values["figures"]
-    shown = {
+    shown = {  # the other sections are always there
         "example": values["example"],
         "your-data": values["examples"] or values["answer_spans"] or figures["own_data"],
         "retrieval": figures["accuracy"] or values["contrasts"] or values["gap_closed"],
@@ -131,7 +123,9 @@ def _sections(values: _Values) -> dict[str, str]:
         "training": figures["training"] or figures["control"],
         "cost": figures["efficiency"] or values["costs"],
     }
-    return {name: heading for name, heading in _SECTIONS.items() if shown.get(name, True)}
+    values["sections"] = {name: heading for name, heading in _SECTIONS.items() if shown.get(name, True)}
+    write_text(path, render("surgery.report", "run_report.html.j2", values))
+    return path
 
 
 def _operation(inputs: ReportInputs) -> _Values:
@@ -167,10 +161,6 @@ def _operation(inputs: ReportInputs) -> _Values:
         "steps": steps_text(inputs.results, recipe),
         "trained": _TRAINED.get(in_order, in_order) if len(trained) == 1 else in_order,
     }
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _contrasts(results: Mapping[str, Any], recipe: Recipe) -> _Values | None:
@@ -211,7 +201,7 @@ def _examples(results: Mapping[str, Any], recipe: Recipe) -> list[_Values]:
     """Tables of wanted and generated texts, one for each data set of the user."""
     tables = []
     for name, rows in results.get("held_out_examples", {}).items():
-        arms = [arm for arm in ordered_arms(rows[0]["generated"]) if arm != "hybrid_heads_off"] if rows else []
+        arms = [arm for arm in ordered_arms(rows[0]["generated"]) if arm != "hybrid_heads_off"]
         columns = ["prompt", "wanted", *(arm_label(arm, recipe) for arm in arms)]
         cells = [
             [
@@ -227,18 +217,16 @@ def _examples(results: Mapping[str, Any], recipe: Recipe) -> list[_Values]:
 def _spliced(plan: Plan, heads: HeadSet | None) -> list[list[str]]:
     """Table of the spliced heads with their roles and scores."""
     rows = []
-    located = {s.head: s for s in heads.heads} if heads is not None else {}
-    chosen = {s.head: s for s in heads.chosen} if heads is not None else {}
+    located = {s.head: s for s in scored_heads(heads)} if heads is not None else {}
     for graft in plan.grafts:
-        for head in plan.heads:
-            if head.layer != graft.site.layer:
-                continue
-            scores = {**(located[head].scores if head in located else {})}
-            scores |= chosen[head].scores if head in chosen else {}
-            texts = [f"{k.replace('_', ' ')} {v.value:+.2f} [{v.low:+.2f}, {v.high:+.2f}]" for k, v in scores.items()]
-            margins = "; ".join(text for text in texts if "accuracy" not in text)
-            role = located[head].role if head in located else "unknown"
-            rows.append([str(head), graft.how, graft.init, role, margins])
+        for head in (head for head in plan.heads if head.layer == graft.site.layer):
+            role, scores = (located[head].role, located[head].scores) if head in located else ("unknown", {})
+            margins = [
+                f"{name.replace('_', ' ')} {score.value:+.2f} [{score.low:+.2f}, {score.high:+.2f}]"
+                for name, score in scores.items()
+                if "accuracy" not in name
+            ]
+            rows.append([str(head), graft.how, graft.init, role, "; ".join(margins)])
     return rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -16,11 +16,12 @@ from surgery.report.results import Place, entries, label_of, perplexity_text
 from surgery.report.templates import embedded_svg, render
 from surgery.stats import wilson
 
-Estimate = dict[str, float]
+Estimate = dict[str, float]  # value, low, high
 
 # Groups of tasks with their column labels.
 GROUPS = {"retrieval": "retrieval", "knowledge": "knowledge", "held_out": "held-out rows"}
 _ARMS = {"no_splice": "control", "base": "base"}
+_SHARE, _COUNT = "{:.3f}", "{:,.0f}"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,35 @@ class PointResults:
     origins: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[str, str] = field(default_factory=dict)
     steps: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry of sweep.json."""
+        arm, teacher = self.arms[self.arm], self.arms.get("teacher", {})
+        accuracy, of_teacher = (accuracy_by_group(found, self.probes) for found in (arm, teacher))
+        return {
+            **{
+                name: getattr(self, name)
+                for name in ("run", "arm", "kv_bytes_per_token", "state_bytes", "new_parameters")
+            },
+            "values": dict(self.values),
+            "heads": list(self.heads),
+            "accuracy": accuracy,
+            "share_of_teacher": {
+                group: accuracy[group]["value"] / found["value"]
+                for group, found in of_teacher.items()
+                if group in accuracy and found["value"] > 0
+            },
+            "perplexity": arm.get("perplexity"),
+            **({} if self.steps is None else {"steps": self.steps}),
+            "tasks": {  # every task and size with its accuracy, perplexity or loss
+                "/".join(place): {
+                    "label": label_of(place, entry),
+                    **{name: value for name, value in entry.items() if not isinstance(value, Mapping)},
+                }
+                for place, entry in entries(arm)
+            },
+            "origins": dict(self.origins),
+        }
 
 
 def group_of(place: Place, probes: Mapping[str, str]) -> str | None:
@@ -104,7 +134,7 @@ def summarize(
         each is `value`, `low` and `high`. In a sweep over seeds that is the mean with the smallest and the largest
         value, otherwise an accuracy with its Wilson interval.
     """
-    summaries = [_point(point) for point in points]
+    summaries = [point.as_json() for point in points]
     by_row: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
         values = {key: value for key, value in summary["values"].items() if key != SEED or len(keys) == 1}
@@ -118,52 +148,24 @@ def summarize(
     }
 
 
-def _point(point: PointResults) -> dict[str, Any]:
-    arm = point.arms[point.arm]
-    accuracy = accuracy_by_group(arm, point.probes)
-    teacher = accuracy_by_group(point.arms["teacher"], point.probes) if "teacher" in point.arms else {}
-    return {
-        "values": dict(point.values),
-        "run": point.run,
-        "arm": point.arm,
-        "heads": list(point.heads),
-        "accuracy": accuracy,
-        "share_of_teacher": {
-            group: accuracy[group]["value"] / found["value"]
-            for group, found in teacher.items()
-            if group in accuracy and found["value"] > 0
-        },
-        "perplexity": arm.get("perplexity"),
-        "kv_bytes_per_token": point.kv_bytes_per_token,
-        "state_bytes": point.state_bytes,
-        "new_parameters": point.new_parameters,
-        **({} if point.steps is None else {"steps": point.steps}),
-        "tasks": dict(_tasks(arm)),
-        "origins": dict(point.origins),
-    }
-
-
-def _tasks(arm: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every task and size with its label and its accuracy, perplexity or loss."""
-    for place, entry in entries(arm):
-        numbers = {name: value for name, value in entry.items() if not isinstance(value, Mapping)}
-        yield "/".join(place), {"label": label_of(place, entry), **numbers}
-
-
 def _row(points: Sequence[Mapping[str, Any]], over_seeds: bool) -> dict[str, Any]:
     """Combine the points that differ in the seed only."""
-    first = points[0]
 
     def over(results: Iterable[Mapping[str, float] | float]) -> Estimate:
-        return _over(list(results), over_seeds)
+        """Mean and range over seeds; in a sweep without seeds the result itself, with its interval."""
+        found = [r if isinstance(r, Mapping) else {"value": r, "low": r, "high": r} for r in results]
+        values = [result["value"] for result in found]
+        if over_seeds:
+            return {"value": fmean(values), "low": min(values), "high": max(values)}
+        return {name: float(found[0][name]) for name in ("value", "low", "high")}
 
     def names(key: str) -> dict[str, Any]:
         """Keys in any of the points."""
         return {name: value for point in reversed(points) for name, value in point[key].items()}
 
     return {
-        "values": first["values"],
-        "arm": first["arm"],
+        "values": points[0]["values"],
+        "arm": points[0]["arm"],
         "seeds": [point["all"].get(SEED) for point in points],
         "runs": [point["run"] for point in points],
         **{
@@ -184,73 +186,56 @@ def _row(points: Sequence[Mapping[str, Any]], over_seeds: bool) -> dict[str, Any
 
 
 def _estimate(entry: Mapping[str, float]) -> Estimate | float:
-    """An accuracy with its interval, or a perplexity or loss."""
+    """An accuracy with its interval, or a perplexity, loss or score of lm-eval."""
     if "accuracy" not in entry:
-        return entry["perplexity"] if "perplexity" in entry else entry["nats"]
-    accuracy = entry["accuracy"]
-    return {"value": accuracy, "low": entry.get("low", accuracy), "high": entry.get("high", accuracy)}
-
-
-def _over(results: Sequence[Mapping[str, float] | float], over_seeds: bool) -> Estimate:
-    """Mean and range over seeds; in a sweep without seeds the result itself, with its interval."""
-    if not over_seeds:
-        result = results[0]
-        if isinstance(result, Mapping):
-            return {name: float(result[name]) for name in ("value", "low", "high")}
-        return {"value": result, "low": result, "high": result}
-    values = [result["value"] if isinstance(result, Mapping) else result for result in results]
-    return {"value": fmean(values), "low": min(values), "high": max(values)}
+        return next(entry[unit] for unit in ("perplexity", "nats", "score") if unit in entry)
+    return {"value": entry["accuracy"], "low": entry["low"], "high": entry["high"]}
 
 
 def table_of(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the columns and rows of the table: one row for each combination of values, seeds combined."""
     rows = summary["rows"]
-    groups = [group for group in GROUPS if any(group in row["accuracy"] for row in rows)]
-    shares = [group for group in GROUPS if any(group in row["share_of_teacher"] for row in rows)]
-    several = has_seeds(summary["keys"])
-    has_perplexity = any("perplexity" in row for row in rows)
-    has_steps = any("steps" in row for row in rows)
     columns = [
-        *rows[0]["values"],
-        *["seeds"] * several,
-        *["steps"] * has_steps,
-        *(GROUPS[group] for group in groups),
-        *["perplexity"] * has_perplexity,
-        *(f"share of teacher, {GROUPS[group]}" for group in shares),
-        "KV bytes a token",
-        "state bytes",
-        "new weights",
+        ("steps", _COUNT, [row.get("steps") for row in rows]),
+        *((label, _SHARE, [row["accuracy"].get(group) for row in rows]) for group, label in GROUPS.items()),
+        ("perplexity", _SHARE, [row.get("perplexity") for row in rows]),
+        *(
+            (f"share of teacher, {label}", _SHARE, [row["share_of_teacher"].get(group) for row in rows])
+            for group, label in GROUPS.items()
+        ),
+        ("KV bytes a token", _COUNT, [row["kv_bytes_per_token"] for row in rows]),
+        ("state bytes", _COUNT, [row["state_bytes"] for row in rows]),
+        ("new weights", _COUNT, [row["new_parameters"] for row in rows]),
     ]
+    measured = [column for column in columns if any(column[2])]
+    several = has_seeds(summary["keys"])
+    names = [*rows[0]["values"], *["seeds"] * several, *(label for label, _, _ in measured)]
     cells = [
         [
             *_value_cells(row),
             *[str(len(row["seeds"]))] * several,
-            *[_cell(row.get("steps"), "{:,.0f}")] * has_steps,
-            *(_cell(row["accuracy"].get(group), "{:.3f}") for group in groups),
-            *[_cell(row.get("perplexity"), "{:.3f}")] * has_perplexity,
-            *(_cell(row["share_of_teacher"].get(group), "{:.3f}") for group in shares),
-            _cell(row["kv_bytes_per_token"], "{:,.0f}"),
-            _cell(row["state_bytes"], "{:,.0f}"),
-            _cell(row["new_parameters"], "{:,.0f}"),
+            *(_cell(results[i], form) for _, form, results in measured),
         ]
-        for row in rows
+        for i, row in enumerate(rows)
     ]
-    return columns, cells
+    return names, cells
 
 
 def caption_of(summary: Mapping[str, Any]) -> str:
     """Describe the numbers of the table."""
+    rows = summary["rows"]
     several = has_seeds(summary["keys"])
     parts = ["Mean over seeds [smallest, largest]." if several else "Accuracy with 95% Wilson intervals."]
     parts.append("Each group is the accuracy over all prompts of its tasks. Keys, values and states are in fp32.")
-    if any(row["arm"] == "no_splice" for row in summary["rows"]):
+    control = next((row for row in rows if row["arm"] == "no_splice"), None)
+    if control is not None:
         parts.append("0 heads: the control, which is trained in the same way without a splice.")
-        if any("steps" in row for row in summary["rows"]):
-            run = next(row["runs"][0] for row in summary["rows"] if row["arm"] == "no_splice")
-            hybrids = [row for row in summary["rows"] if row["arm"] == "hybrid" and run in row["runs"]]
-            of_run = f" with {NUM_HEADS}={hybrids[0]['values'][NUM_HEADS]}" if hybrids else f" in {run}"
+        if any("steps" in row for row in rows):
+            run = control["runs"][0]
+            heads = [row["values"][NUM_HEADS] for row in rows if row["arm"] == "hybrid" and run in row["runs"]]
+            of_run = f" with {NUM_HEADS}={heads[0]}" if heads else f" in {run}"
             parts.append(f"Its stages have as many steps as those of the hybrid{of_run}.")
-    if any(row["arm"] == "base" for row in summary["rows"]):
+    if any(row["arm"] == "base" for row in rows):
         parts.append("0 heads: the base, since only new heads are trained.")
     return " ".join(parts)
 
@@ -273,7 +258,7 @@ def _value_cells(row: Mapping[str, Any]) -> list[str]:
 def _cell(result: Mapping[str, float] | None, form: str) -> str:
     if result is None:
         return "not measured"
-    if result["value"] >= 1e6 and form != "{:,.0f}":
+    if result["value"] >= 1e6 and form != _COUNT:
         return perplexity_text(result["value"])
     value, low, high = (form.format(result[name]) for name in ("value", "low", "high"))
     return value if result["low"] == result["high"] else f"{value} [{low}, {high}]"
@@ -293,22 +278,20 @@ def write_sweep_page(summary: Mapping[str, Any], figures: Path, path: Path) -> P
         "tasks": {
             "columns": ["", *(", ".join(_value_cells(row)) for row in summary["rows"])],
             "rows": [
-                [label, *(_cell(row["tasks"].get(task), "{:.3f}") for row in summary["rows"])]
+                [label, *(_cell(row["tasks"].get(task), _SHARE) for row in summary["rows"])]
                 for task, label in labels.items()
             ],
         },
-        "runs": _runs(summary),
+        "runs": [  # the heads of each run, and the stages that it took from other runs
+            [
+                point["run"],
+                ", ".join(point["heads"]),
+                "; ".join(f"{stage} {origin}" for stage, origin in point["origins"].items()) or "none",
+            ]
+            for point in summary["points"]
+            if point["arm"] == "hybrid"
+        ],
         "diverged": [[name, error] for name, error in summary["diverged"].items()],
     }
     write_text(path, render("surgery.report", "sweep.html.j2", values))
     return path
-
-
-def _runs(summary: Mapping[str, Any]) -> list[list[str]]:
-    """Table of the runs: their heads, and the stages that they took from other runs."""
-    rows = []
-    for point in summary["points"]:
-        if point["arm"] == "hybrid":
-            origins = "; ".join(f"{stage} {origin}" for stage, origin in point["origins"].items())
-            rows.append([point["run"], ", ".join(point["heads"]), origins or "none"])
-    return rows

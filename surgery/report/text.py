@@ -1,4 +1,4 @@
-"""Make any text visible in one line, and format numbers of bytes."""
+"""Make any text visible in one line, and format times and numbers of bytes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,10 @@ def visible(text: str, limit: int) -> str:
         text: any text.
         limit: maximum number of characters of the result, at least 7.
     """
-    if len(text) > 2 * limit:  # each character is shown as one or more
-        text = text[:limit] + text[-limit:]
-        shown = [_escaped(char) for char in text]
-    else:
-        shown = [_escaped(char) for char in text]
-        if sum(map(len, shown)) <= limit:
-            return "".join(shown)
+    is_long = len(text) > 2 * limit  # each character is shown as one or more
+    shown = [_escaped(char) for char in (text[:limit] + text[-limit:] if is_long else text)]
+    if not is_long and sum(map(len, shown)) <= limit:
+        return "".join(shown)
     head, tail = _halves(limit)
     return "".join(_fitting(shown, head)) + _CUT + "".join(reversed(_fitting(shown[::-1], tail)))
 
@@ -58,6 +55,14 @@ def _fitting(parts: Sequence[str], room: int) -> list[str]:
             break
         fitting.append(part)
     return fitting
+
+
+def duration_text(seconds: float) -> str:
+    """Format a time: `90 s`, `7 min`, `3 h 20 min`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def size_text(count: int) -> str:

@@ -21,6 +21,7 @@ from surgery.report.results import (
     tests_of,
     trained_steps,
 )
+from surgery.report.text import duration_text
 from surgery.stats import at_least, holm
 
 Tone = Literal["better", "unclear", "worse"]
@@ -55,6 +56,55 @@ class Tile:
     note: str
 
 
+def verdict_of(results: Mapping[str, Any], recipe: Recipe) -> Verdict:
+    """Compare the hybrid with the control (or the base) on the main task, and name what became worse.
+
+    A difference counts if the exact McNemar test is significant after Holm's correction. If the base is at chance, or
+    training changed no answer, the accuracies are given without a conclusion.
+
+    Args:
+        results: content of results.json.
+        recipe: the run's recipe.
+    """
+    place = main_place(results["arms"], recipe)
+    if place is None:
+        return Verdict("No accuracy was measured, so nothing can be said about the hybrid.", "unclear")
+    found = {arm: entry for arm, tree in results["arms"].items() if (entry := dict(entries(tree)).get(place))}
+    hybrid, label = found["hybrid"], label_of(place, found["hybrid"])
+    reference = reference_of(found)
+    base = "the base" if recipe.splice is not None else BEFORE
+    name = "the control" if reference == "no_splice" else base
+    test, to_base = (tests_of(results, other).get("/".join(place)) for other in (reference, "base"))
+    doubts, losses = list(_doubts(results, recipe)), list(_losses(results, recipe, place))
+    tone: Tone = "unclear"
+    if all(map(_reaches_chance, found.values())):
+        rows = "held-out rows" if place[0] == "held_out" else "prompts"
+        lead = f"No model is right on any of the {hybrid['n']} {rows}: {label}, all 0%"
+        if _chance(hybrid):
+            highest = 100 * max(entry["accuracy"] for entry in found.values())
+            lead = f"All models are at chance: {label}, at most {highest:.1f}% (chance {100 * _chance(hybrid):.1f}%)"
+        clauses = [lead, *doubts, *losses]
+    elif doubts and place[0] != "held_out":
+        text = f"{label}: hybrid {_percent(hybrid)}, {name} {_percent(found[reference])}{_points(test)}"
+        clauses = [*doubts, text, *losses]
+    else:
+        tone = _tone(test)
+        select = recipe.splice.select if recipe.splice is not None else ""
+        drawn = f", with heads {UNRANKED[select]}," if select in ("random", "uniform") else ""
+        against = f"{_percent(hybrid)} against {_percent(found[reference])}{_points(test)}"
+        clauses = [f"The hybrid{drawn} is {_WORDS[tone]} than {name}: {label}, {against}"]
+        if reference == "no_splice" and (_tone(to_base) == "worse" or tone == "better" != _tone(to_base)):
+            clauses.append(f"it is {_WORDS[_tone(to_base)]} than {base} ({_percent(found['base'])})")
+        if reference == "base" and tone == "better":
+            clauses.append("no control was trained, so training alone may be the reason")
+        if _begins_better(hybrid):
+            first = _percent(hybrid["first_token"])
+            clauses.append(f"its first token is right in {first} of the rows, so longer training may help")
+        clauses += [*doubts, *losses]
+    text = "; ".join(clauses)
+    return Verdict(f"{text[0].upper()}{text[1:]}.", tone, tuple(_advice(results, recipe)))
+
+
 def main_place(arms: Mapping[str, Any], recipe: Recipe) -> Place | None:
     """Choose the task that a run is judged by.
 
@@ -62,60 +112,14 @@ def main_place(arms: Mapping[str, Any], recipe: Recipe) -> Place | None:
     task of retrieval. None if no accuracy was measured.
     """
     hybrid = dict(entries(arms["hybrid"]))
-    own = [place for place in hybrid if place[0] == "held_out" and len(place) == 2 and "accuracy" in hybrid[place]]
+    tasks = [place for place, entry in hybrid.items() if "accuracy" in entry]
+    own = [place for place in tasks if place[0] == "held_out" and len(place) == 2]
     if own:
         return own[0]
     sizes, trained = _kv_sizes(hybrid), _trained_pairs(recipe)
     if sizes:
         return "kv_retrieval", str(max([size for size in sizes if size <= (trained or size)], default=sizes[0]))
-    tasks = [place for place, entry in hybrid.items() if "accuracy" in entry]
     return next((place for place in tasks if not _is_knowledge(place, recipe)), tasks[0] if tasks else None)
-
-
-def verdict_of(results: Mapping[str, Any], recipe: Recipe) -> Verdict:
-    """Compare the hybrid with the control (or the base) on the main task, and name what became worse.
-
-    A difference counts if the exact McNemar test is significant after Holm's correction. Without tests, the 95%
-    intervals must not overlap. If the base is at chance, or training changed no answer, the accuracies are given
-    without a conclusion.
-
-    Args:
-        results: content of results.json.
-        recipe: the run's recipe.
-    """
-    arms = results["arms"]
-    place = main_place(arms, recipe)
-    if place is None:
-        return Verdict("No accuracy was measured, so nothing can be said about the hybrid.", "unclear")
-    found = {arm: entry for arm in arms if (entry := dict(entries(arms[arm])).get(place)) is not None}
-    label, before = label_of(place, found["hybrid"]), _before(recipe)
-    reference = reference_of(found)
-    name = "the control" if reference == "no_splice" else before if recipe.splice is None else f"the {before}"
-    doubts = list(_doubts(results, recipe))
-    clauses = [*doubts, *_losses(results, recipe, place)]
-    tone: Tone = "unclear"
-    if _all_at_chance(found):
-        clauses.insert(0, _chance_text(place, label, found))
-    elif doubts and place[0] != "held_out":
-        text = f"{label}: hybrid {_percent(found['hybrid'])}, {name} {_percent(found[reference])}"
-        clauses.insert(len(doubts), text + _points(_test(results, reference, place)))
-    else:
-        tone = _difference(results, reference, place)
-        select = recipe.splice.select if recipe.splice is not None else ""
-        drawn = f", with heads {UNRANKED[select]}," if select in ("random", "uniform") else ""
-        lead = [f"The hybrid{drawn} is {_WORDS[tone]} than {name}: {label}, {_against(results, reference, place)}"]
-        to_base = _difference(results, "base", place)
-        if reference == "no_splice" and (to_base == "worse" or tone == "better" != to_base):
-            base = before if recipe.splice is None else "the base"
-            lead.append(f"it is {_WORDS[to_base]} than {base} ({_percent(found['base'])})")
-        if reference == "base" and tone == "better":
-            lead.append("no control was trained, so training alone may be the reason")
-        if _begins_better(found["hybrid"]):
-            first = _percent(found["hybrid"]["first_token"])
-            lead.append(f"its first token is right in {first} of the rows, so longer training may help")
-        clauses = [*lead, *clauses]
-    text = "; ".join(clauses)
-    return Verdict(f"{text[0].upper()}{text[1:]}.", tone, tuple(_advice(results, recipe)))
 
 
 def base_at_chance(arms: Mapping[str, Any], recipe: Recipe) -> tuple[Place, Entry] | None:
@@ -129,7 +133,7 @@ def base_at_chance(arms: Mapping[str, Any], recipe: Recipe) -> tuple[Place, Entr
         for place, entry in entries(arms["base"])
         if _is_task(place, entry) and place[0] != "held_out" and not _is_knowledge(place, recipe)
     ]
-    counts = [(round(entry["accuracy"] * entry["n"]), entry["n"], _chance(entry)) for place, entry in probes]
+    counts = [(round(entry["accuracy"] * entry["n"]), entry["n"], _chance(entry)) for _, entry in probes]
     if not probes or any(holm([at_least(*count) for count in counts])):
         return None
     return max(probes, key=lambda probe: probe[1]["accuracy"] - _chance(probe[1]))
@@ -137,22 +141,36 @@ def base_at_chance(arms: Mapping[str, Any], recipe: Recipe) -> tuple[Place, Entr
 
 def tiles_of(results: Mapping[str, Any], recipe: Recipe) -> list[Tile]:
     """Choose four numbers of the hybrid: main task, longer prompts, facts and cost, or others that were measured."""
-    arms = results["arms"]
-    hybrid, main = dict(entries(arms["hybrid"])), main_place(arms, recipe)
-    tiles = [_task_tile(arms, main, recipe)] if main is not None else []
+    arms, main = results["arms"], main_place(results["arms"], recipe)
+    by_arm = {arm: dict(entries(arms[arm])) for arm in ("hybrid", "no_splice", "base") if arm in arms}
+    hybrid = by_arm["hybrid"]
+    names = {"no_splice": "control", "base": arm_label("base", recipe)}
+
+    def tile(place: Place, suffix: str = "") -> Tile:
+        """The hybrid's number on a task, with those of the control and the base."""
+        found = {arm: entry for arm, at in by_arm.items() if (entry := at.get(place)) is not None}
+        texts = {arm: _percent(e) if "accuracy" in e else perplexity_text(e["perplexity"]) for arm, e in found.items()}
+        notes = [f"{names[arm]} {text}" for arm, text in texts.items() if arm != "hybrid"]
+        return Tile(label_of(place, hybrid[place]) + suffix, texts["hybrid"], ", ".join(notes))
+
+    tiles = [tile(main)] if main is not None else []
     sizes, trained = _kv_sizes(hybrid), _trained_pairs(recipe)
-    if sizes and (main is None or main != ("kv_retrieval", str(sizes[-1]))):
+    if sizes and main != ("kv_retrieval", str(sizes[-1])):
         beyond = trained is not None and sizes[-1] > trained
-        tiles.append(_task_tile(arms, ("kv_retrieval", str(sizes[-1])), recipe, ", beyond training" * beyond))
-    tiles += [_task_tile(arms, place, recipe) for place in hybrid if _is_knowledge(place, recipe)][:1]
-    tiles += _cost_tile(results)
-    if "perplexity" in arms["hybrid"]:
-        tiles.append(_task_tile(arms, ("perplexity",), recipe))
-    used = {tile.label for tile in tiles}
-    others = [place for place, entry in hybrid.items() if _is_task(place, entry)]
-    tiles += [tile for place in others if (tile := _task_tile(arms, place, recipe)).label not in used]
+        tiles.append(tile(("kv_retrieval", str(sizes[-1])), ", beyond training" * beyond))
+    tiles += [tile(place) for place in hybrid if _is_knowledge(place, recipe)][:1]
+    if "sizes" in results:
+        size = results["sizes"]["hybrid"]
+        share = 100 * size["new_parameters"] / size["parameters"]
+        note = f"{size['new_parameters']:,} new weights ({share:.2g}%)"
+        tiles.append(Tile("KV cache per token, fp32", f"{size['kv_bytes_per_token']:,} B", note))
+    if ("perplexity",) in hybrid:
+        tiles.append(tile(("perplexity",)))
+    used = {each.label for each in tiles}
+    others = [tile(place) for place, entry in hybrid.items() if _is_task(place, entry)]
+    tiles += [each for each in others if each.label not in used]
     seconds = results.get("seconds", {}).get("train")
-    took = f"{seconds / 60:.0f} min" if seconds and seconds >= 120 else f"{seconds:.0f} s" if seconds else ""
+    took = duration_text(seconds) if seconds else ""
     tiles.append(Tile("training", f"{trained_steps(results, recipe):,} steps", took))
     return tiles[:4]
 
@@ -173,13 +191,8 @@ def _is_task(place: Place, entry: Entry) -> bool:
     return "accuracy" in entry and "generated" not in place and not (place[0] == "held_out" and len(place) > 2)
 
 
-def _probe_of(place: Place, recipe: Recipe) -> str:
-    """Name of the probe of an entry: that of its task, which may have another `name` in the results."""
-    return recipe.evaluate.probes.get(place[0], place[0])
-
-
 def _is_knowledge(place: Place, recipe: Recipe) -> bool:
-    probe = _probe_of(place, recipe)
+    probe = recipe.evaluate.probes.get(place[0], place[0])  # a task may have another `name` in the results
     return probe in PROBES and PROBES[probe].knowledge
 
 
@@ -188,59 +201,41 @@ def _chance(entry: Entry) -> float:
     return float(entry.get("chance", 0.0))
 
 
-def _all_at_chance(found: Mapping[str, Entry]) -> bool:
-    """Whether the interval of every model reaches down to chance, or no model is right."""
-    return all(e["accuracy"] == 0 or 0 < _chance(e) >= e["low"] for e in found.values())
+def _reaches_chance(entry: Entry) -> bool:
+    """Whether the interval reaches down to chance, or nothing is right."""
+    return bool(entry["accuracy"] == 0 or 0 < _chance(entry) >= entry["low"])
 
 
-def _chance_text(place: Place, label: str, found: Mapping[str, Entry]) -> str:
-    chance = _chance(found["hybrid"])
-    if not chance:
-        rows = "held-out rows" if place[0] == "held_out" else "prompts"
-        return f"No model is right on any of the {found['hybrid']['n']} {rows}: {label}, all 0%"
-    highest = max(entry["accuracy"] for entry in found.values())
-    return f"All models are at chance: {label}, at most {100 * highest:.1f}% (chance {100 * chance:.1f}%)"
+def _percent(entry: Entry) -> str:
+    return f"{100 * entry['accuracy']:.1f}%"
 
 
-def _test(results: Mapping[str, Any], reference: str, place: Place) -> Entry | None:
-    """Entry of `comparisons` for the hybrid against a reference."""
-    return tests_of(results, reference).get("/".join(place))
-
-
-def _difference(results: Mapping[str, Any], reference: str, place: Place) -> Tone:
-    """Whether the hybrid differs from a reference on a task."""
-    test = _test(results, reference, place)
-    if test is not None:
-        return "unclear" if not test["significant"] else "better" if test["difference"] > 0 else "worse"
-    hybrid, other = (dict(entries(results["arms"][arm])).get(place, {}) for arm in ("hybrid", reference))
-    if not {"low", "high"} <= hybrid.keys() & other.keys():
+def _tone(test: Entry | None) -> Tone:
+    if test is None or not test["significant"]:
         return "unclear"
-    return "better" if hybrid["low"] > other["high"] else "worse" if hybrid["high"] < other["low"] else "unclear"
-
-
-def _against(results: Mapping[str, Any], reference: str, place: Place) -> str:
-    """Both accuracies, and their difference with its interval and p-value."""
-    hybrid, other = (dict(entries(results["arms"][arm]))[place] for arm in ("hybrid", reference))
-    how = _points(_test(results, reference, place)) or " (by 95% intervals)"
-    return f"{_percent(hybrid)} against {_percent(other)}{how}"
+    return "better" if test["difference"] > 0 else "worse"
 
 
 def _points(test: Entry | None) -> str:
-    """Format a difference with its interval and p-value."""
+    """Format a difference with its interval and p-value; empty if there is no test."""
     if test is None:
         return ""
     low, high = (f"{100 * test[end]:+.1f}" for end in ("low", "high"))
     return f" ({100 * test['difference']:+.1f} points [{low}, {high}], p {p_text(test['p_two_sided'])})"
 
 
-_MEASURED = ("accuracy", "first_token")
+def _begins_better(entry: Entry) -> bool:
+    """Whether less than half of the rows that begin rightly are right, by more than the intervals."""
+    first = entry.get("first_token")
+    return first is not None and entry["accuracy"] < _FEW * first["accuracy"] and entry["high"] < first["low"]
 
 
 def _doubts(results: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     """State why the run shows nothing about retrieval heads, if so."""
     tests = tests_of(results, "base").values()
     then, now = (dict(entries(results["arms"][arm])) for arm in ("base", "hybrid"))
-    kept = all(entry.get(key) == then.get(at, entry).get(key) for at, entry in now.items() for key in _MEASURED)
+    measured = ("accuracy", "first_token")
+    kept = all(entry.get(key) == then.get(at, entry).get(key) for at, entry in now.items() for key in measured)
     if tests and kept and not any(test["difference"] or test["low"] or test["high"] for test in tests):
         same = "the hybrid is right on the same prompts as before training"
         yield f"{same}, so this run does not show what the splice can do"
@@ -253,26 +248,21 @@ def _doubts(results: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
 
 def _losses(results: Mapping[str, Any], recipe: Recipe, main: Place) -> Iterator[str]:
     """State facts in any case, then tasks that fell by more than the 95% interval, and a risen perplexity."""
-    arms, before = results["arms"], _before(recipe)
-    base, hybrid = dict(entries(arms["base"])), dict(entries(arms["hybrid"]))
-    for place, entry in hybrid.items():
-        if place == main or place not in base or not _is_task(place, entry):
+    before = "base" if recipe.splice is not None else BEFORE
+    base, hybrid = (dict(entries(results["arms"][arm])) for arm in ("base", "hybrid"))
+    for place, now in hybrid.items():
+        if place == main or place not in base or not _is_task(place, now):
             continue
-        fell, test = entry["accuracy"] < base[place]["accuracy"], _test(results, "base", place)
-        if fell and (test["high"] < 0 if test is not None else _difference(results, "base", place) == "worse"):
-            yield f"{label_of(place, entry)} fell from {_percent(base[place])} to {_percent(entry)}{_points(test)}"
-        elif _is_knowledge(place, recipe) and not _all_at_chance({"base": base[place], "hybrid": entry}):
+        then, test = base[place], tests_of(results, "base").get("/".join(place))
+        fell = now["accuracy"] < then["accuracy"]
+        if fell and test is not None and test["high"] < 0:
+            yield f"{label_of(place, now)} fell from {_percent(then)} to {_percent(now)}{_points(test)}"
+        elif _is_knowledge(place, recipe) and not (_reaches_chance(then) and _reaches_chance(now)):
             within = ", within the 95% interval" if fell else ""
-            yield f"{label_of(place, entry)}: {_percent(entry)} ({before} {_percent(base[place])}{within})"
-    pair = [arms[arm].get("perplexity") for arm in ("base", "hybrid")]
+            yield f"{label_of(place, now)}: {_percent(now)} ({before} {_percent(then)}{within})"
+    pair = [results["arms"][arm].get("perplexity") for arm in ("base", "hybrid")]
     if all(isinstance(value, int | float) for value in pair) and pair[1] > _RISE * pair[0]:
         yield f"perplexity of held-out sentences rose from {perplexity_text(pair[0])} to {perplexity_text(pair[1])}"
-
-
-def _begins_better(entry: Entry) -> bool:
-    """Whether less than half of the rows that begin rightly are right, by more than the intervals."""
-    first = entry.get("first_token")
-    return first is not None and entry["accuracy"] < _FEW * first["accuracy"] and entry["high"] < first["low"]
 
 
 def _advice(results: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
@@ -289,9 +279,8 @@ def _advice(results: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         none_right = not any(arm.get("held_out", {}).get(name, {}).get("accuracy") for arm in arms.values())
         if not (none_right or _begins_better(entry)):
             continue
-        text = f"{name}: no model generates any of the {entry['n']} held-out answers exactly."
-        if not none_right:
-            text = f"{name}: the hybrid generates {_percent(entry)} of the {entry['n']} held-out answers exactly."
+        who = "no model generates any" if none_right else f"the hybrid generates {_percent(entry)}"
+        text = f"{name}: {who} of the {entry['n']} held-out answers exactly."
         if first := entry.get("first_token", {}).get("accuracy"):
             text += f" The hybrid's first token is right in {100 * first:.3g}% of them."
         tips = [longer, *_span_tips(recipe, results.get("answer_spans", {}).get(name))]
@@ -318,40 +307,3 @@ def _span_tips(recipe: Recipe, counts: Mapping[str, int] | None) -> list[str]:
         return []
     found = f"found it in {located} of {rows} rows"
     return [f"mark the place of each answer (`answer_span`), as `answer_span: auto` {found}"]
-
-
-def _before(recipe: Recipe) -> str:
-    """Name of the arm `base` in a sentence."""
-    return BEFORE if recipe.splice is None else "base"
-
-
-def _percent(entry: Entry) -> str:
-    return f"{100 * entry['accuracy']:.1f}%"
-
-
-def _task_tile(arms: Mapping[str, Any], place: Place, recipe: Recipe, suffix: str = "") -> Tile:
-    """The hybrid's number on a task, with those of the control and the base."""
-    found = {arm: dict(entries(arms[arm])).get(place) for arm in ("hybrid", "no_splice", "base") if arm in arms}
-
-    def text(entry: Entry) -> str:
-        return _percent(entry) if "accuracy" in entry else perplexity_text(entry["perplexity"])
-
-    names = {"no_splice": "control", "base": arm_label("base", recipe)}
-    notes = [f"{names[arm]} {text(entry)}" for arm, entry in found.items() if arm != "hybrid" and entry is not None]
-    hybrid = found["hybrid"] or {}
-    return Tile(label_of(place, hybrid) + suffix, text(hybrid), ", ".join(notes))
-
-
-def _cost_tile(results: Mapping[str, Any]) -> list[Tile]:
-    """Bytes of keys and values of one token, and the number of new weights. Empty if neither was counted."""
-    sizes = results.get("sizes", {}).get("hybrid")
-    if sizes is not None:
-        share = sizes["new_parameters"] / sizes["parameters"]
-        note = f"{sizes['new_parameters']:,} new weights ({100 * share:.2g}%)"
-        return [Tile("KV cache per token, fp32", f"{sizes['kv_bytes_per_token']:,} B", note)]
-    measured = results.get("efficiency", {}).get("arms", {}).get("hybrid", [])
-    if not measured:
-        return []
-    cost = measured[0]
-    per_token = cost["kv_bytes"] / (cost["rows"] * cost["tokens"])
-    return [Tile("KV cache per token, fp32", f"{per_token:,.0f} B", "")]

@@ -313,18 +313,17 @@ def _chance(prompts: PromptSet) -> dict[str, float]:
 
 def _draw(results: Mapping[str, Any], single: Sequence[str], folder: Path) -> None:
     """Draw the single changes (all tasks, and retrieval by number of pairs), and one figure for each sweep."""
-    from surgery.report.figures.curves import accuracy_by_pairs  # matplotlib is slow to import
-    from surgery.report.figures.tasks import tasks_by_arm, tasks_by_site
+    from surgery.report.figures.by_value import tasks_by_part  # matplotlib is slow to import
+    from surgery.report.figures.curves import accuracy_by_pairs
 
     tasks, chance = results["tasks"], results["chance"]
     if single:
-        shown = ("base", *single)
-        tasks_by_arm({name: tasks[name] for name in shown}, chance, folder)
-        accuracy_by_pairs({name: results["arms"][name]["kv_retrieval"] for name in shown}, folder)
+        tasks_by_part("tasks_by_arm", tasks["base"], {name: tasks[name] for name in single}, chance, folder)
+        accuracy_by_pairs({name: results["arms"][name]["kv_retrieval"] for name in ("base", *single)}, folder)
     for kind, names in results["sweeps"].items():
         sites = {_site(name): tasks[name] for name in (reversed(names) if kind == "prune" else names)}
         minimal = results["minimal"]["layers"] if kind == "prune" else None
-        tasks_by_site(kind, tasks["base"], sites, chance, folder, minimal)
+        tasks_by_part(kind, tasks["base"], sites, chance, folder, minimal)
 
 
 def _site(arm: str) -> str:

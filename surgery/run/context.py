@@ -106,16 +106,24 @@ class Run:
         return digest(*files) if files else ""
 
     @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The config of the base."""
+        return load_config(self.recipe.base)
+
+    @property
+    def limits(self) -> tuple[int | None, int]:
+        """Maximum number of tokens of the base, or None, and the size of its vocabulary."""
+        return getattr(self.config, "max_position_embeddings", None), self.config.vocab_size
+
+    @cached_property
     def answer_spans(self) -> dict[str, dict[str, int]]:
         """Rows of the user's data by the place of the answer, for `answer_span: auto`. See `count_answer_spans`."""
-        config = load_config(self.recipe.base)
-        context = getattr(config, "max_position_embeddings", None)
-        return count_answer_spans(self.recipe.train, self.tokenizer(), context, config.vocab_size)
+        return count_answer_spans(self.recipe.train, self.tokenizer(), *self.limits)
 
     @cached_property
     def base_size(self) -> int:
         """Number of weights of the base without spliced heads, from its config."""
-        return sizes_of(meta_model(load_config(self.recipe.base), self.recipe.base.trust_remote_code)).base_parameters
+        return sizes_of(meta_model(self.config, self.recipe.base.trust_remote_code)).base_parameters
 
     def base(self) -> PreTrainedModel:
         """The pretrained model, loaded once and never trained."""
@@ -144,10 +152,7 @@ class Run:
         return load_config(as_base(teacher, "splice.teacher.model")) if teacher else None
 
     def untrained(self) -> PreTrainedModel:
-        """Load the hybrid that will be trained, into main memory.
-
-        It is the output of the stage splice, or the base if that is a hybrid.
-        """
+        """Load the hybrid to train into main memory: the output of the stage splice, or the base if that is one."""
         spliced = Base(model=str(self.folder / "spliced"), dtype="auto")
         return load_model(spliced if self.recipe.splice is not None else self.recipe.base)
 
@@ -187,17 +192,18 @@ class Run:
 
     def heads(self) -> HeadSet | None:
         """Read the heads of the stage locate; if the base is a hybrid, those in its folder, or None."""
-        is_hybrid = self.recipe.splice is None
-        path = (Path(local_path(self.recipe.base.model)) if is_hybrid else self.folder) / "heads.json"
-        return None if is_hybrid and not path.is_file() else head_set_from_json(read_json(path))
+        if self.recipe.splice is not None:
+            return head_set_from_json(read_json(self.folder / "heads.json"))
+        path = Path(local_path(self.recipe.base.model)) / "heads.json"
+        return head_set_from_json(read_json(path)) if path.is_file() else None
 
     def plan(self) -> Plan:
         """Read the plan; if the base is a hybrid, from its config, and the teacher from its plan.json."""
-        if self.recipe.splice is None:
-            plan = plan_of_hybrid(load_config(self.recipe.base), public_name(self.recipe.base.model))
-            path = Path(local_path(self.recipe.base.model)) / "plan.json"
-            return replace(plan, teacher=plan_from_json(read_json(path)).teacher) if path.is_file() else plan
-        return plan_from_json(read_json(self.folder / "plan.json"))
+        if self.recipe.splice is not None:
+            return plan_from_json(read_json(self.folder / "plan.json"))
+        plan = plan_of_hybrid(self.config, public_name(self.recipe.base.model))
+        path = Path(local_path(self.recipe.base.model)) / "plan.json"
+        return replace(plan, teacher=plan_from_json(read_json(path)).teacher) if path.is_file() else plan
 
     def save(self, model: PreTrainedModel, name: str) -> None:
         """Save a model atomically. It loads without remote code if `surgery.hybrid` is imported."""

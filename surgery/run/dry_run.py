@@ -19,7 +19,7 @@ from surgery.files.atomic import read_json
 from surgery.files.shipped import local_path
 from surgery.locate.batches import PromptBatches
 from surgery.locate.memory import locate_memory
-from surgery.models.cache import CacheBytes, cache_bytes
+from surgery.models.cache import cache_bytes
 from surgery.models.inserted import as_inserted, has_inserted, inserted_entries
 from surgery.models.loading import load_config, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
@@ -33,7 +33,7 @@ from surgery.run.context import Run
 from surgery.run.folder import RunDir
 from surgery.run.machine import GIB, find_machine
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
-from surgery.run.stages import STAGES
+from surgery.run.stages import stages_of
 from surgery.run.time_estimate import estimate_time
 from surgery.run.without_weights import at_hand, cached_folder, check_without_weights
 from surgery.splice.inserted import inserted_config
@@ -71,11 +71,17 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
     plain = _as_loaded(meta_model(config, base.trust_remote_code), recipe.base)
     hybrid = _hybrid(config, plan, fields, recipe)
     before, after = sizes_of(plain), sizes_of(hybrid)
-    caches = {"base": _cache(cache_bytes(plain)), "hybrid": _cache(cache_bytes(hybrid))}
-    if recipe.splice is None:  # the base is the hybrid
-        del caches["base"]
+    caches = {}
+    for name, model in (("base", plain), ("hybrid", hybrid)):
+        if name == "hybrid" or recipe.splice is not None:  # otherwise the base is the hybrid
+            cache = cache_bytes(model)
+            by_length = {length: cache.at(tokens) for length, tokens in LENGTHS.items()}
+            caches[name] = {"state": cache.state, "kv_per_token": cache.per_token, **by_length}
     tokenizer, counted_with = _tokenizer(recipe.base, online=not shapes_from)
     with_chat_template(tokenizer, recipe.export.chat_template)
+    locating = ""
+    if recipe.splice is not None:
+        locating = str(locate_memory(PromptBatches(plain, tokenizer, recipe.locate, recipe.seed)))
     processes = recipe.hardware.count
     costs, trainable = [], 0
     for number, stage in enumerate(recipe.train.sequence):
@@ -97,7 +103,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "trainable_parameters": trainable,
         "learning_rates": learning_rates_text(recipe.train.at_size(before.base_parameters)),
         "cache": caches,
-        "locating": _locating(plain, tokenizer, recipe),
+        "locating": locating,
         "code": code_text(hybrid, run_device(), recipe.train.compile),
         **_training(recipe, costs, counted_with),
         "time": estimate_time(
@@ -113,13 +119,6 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
     }
 
 
-def _locating(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> str:
-    """Describe the memory that locating holds. Empty if the run locates nothing."""
-    if recipe.splice is None:
-        return ""
-    return str(locate_memory(PromptBatches(base, tokenizer, recipe.locate, recipe.seed)))
-
-
 def _planned(
     recipe: Recipe, config: PreTrainedConfig, folder: Path, path: Path | None
 ) -> tuple[Plan, list[dict[str, Any]], str]:
@@ -127,12 +126,14 @@ def _planned(
     if recipe.splice is None:
         plan = plan_of_hybrid(config, recipe.base.model)  # refuses a model without a splice
         return plan, inserted_entries(config) or config.splice, "in the hybrid"
-    heads = _located(recipe, folder)
-    teacher = (
-        load_config(at_hand(as_base(recipe.splice.teacher, "splice.teacher.model"), path)[0])
-        if recipe.splice.teacher
-        else None
-    )
+    heads, locate, earlier = None, stages_of(recipe)[0], RunDir(folder)
+    if earlier.manifest(locate.name) is not None:
+        key = locate.key(Run(recipe, folder, make_accelerator()))
+        if earlier.is_finished(locate.name, key, ("heads.json",)):
+            heads = head_set_from_json(read_json(folder / "heads.json"))
+    teacher = None
+    if recipe.splice.teacher is not None:
+        teacher = load_config(at_hand(as_base(recipe.splice.teacher, "splice.teacher.model"), path)[0])
     plan = make_plan(heads or _stand_in(recipe, recipe.splice, config), config, recipe.splice, recipe.seed, teacher)
     origin = "located" if heads else "listed" if recipe.splice.heads else "stand-in"
     if recipe.splice.form != "head":
@@ -195,10 +196,6 @@ def _fits(cost: StepCost, hardware: Hardware) -> dict[str, Any] | None:
     return {"gpu": name, "count": hardware.count, "memory_gib": memory, "fits": left >= 0, "left": left}
 
 
-def _cache(cache: CacheBytes) -> dict[str, Any]:
-    return {"state": cache.state, "kv_per_token": cache.per_token, **{k: cache.at(n) for k, n in LENGTHS.items()}}
-
-
 def _stand_in(recipe: Recipe, splice: Splice, config: PreTrainedConfig) -> HeadSet:
     """Use the heads that the recipe lists, or else the first heads of the layers nearest to the middle."""
     sites = family_of(config).sites(config)
@@ -229,6 +226,9 @@ def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
     return model
 
 
+_small_tokenizer = cache(build_tokenizer)
+
+
 def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
     """Load the base's tokenizer, or else the toolkit's small one. Also return a note on which one it is.
 
@@ -244,20 +244,4 @@ def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
         except ModelError:
             pass  # the estimate works without it, and the run reports the error
     note = "the toolkit's small tokenizer, because its own is not available: about 5 tokens a key-value pair"
-    return deepcopy(_small_tokenizer()), note
-
-
-@cache
-def _small_tokenizer() -> PreTrainedTokenizerBase:
-    """Train the toolkit's tokenizer once: it takes a second."""
-    return build_tokenizer()
-
-
-def _located(recipe: Recipe, folder: Path) -> HeadSet | None:
-    """Read the heads of an earlier run in this folder, if they were located with the same settings."""
-    manifest = RunDir(folder).manifest("locate")
-    if manifest is None or not (folder / "heads.json").is_file():
-        return None
-    run = Run(recipe, folder, make_accelerator())
-    fresh = manifest["key"] == STAGES[0].key(run)
-    return head_set_from_json(read_json(folder / "heads.json")) if fresh else None
+    return deepcopy(_small_tokenizer()), note  # training it takes a second

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import __version__ as accelerate_version
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
@@ -48,7 +48,7 @@ class EvaluateStage(Stage):
     writes = ("results.json", "report.html", "figures/evaluate")
     version, is_shared = 2, False
 
-    def check_data(self, run: Run, config: PreTrainedConfig) -> None:
+    def check_data(self, run: Run) -> None:
         """Generate one prompt of each kind, and look up the tasks of lm-eval."""
         section = run.recipe.evaluate
         tasks = tuple(task.model_copy(update={"examples": None}) for task in section.tasks)
@@ -60,10 +60,8 @@ class EvaluateStage(Stage):
     def work(self, run: Run, key: str) -> None:
         """Evaluate every arm on the same prompts, and write results.json, report.html and the figures."""
         began = time.perf_counter()
-        recipe, config = run.recipe, run.base().config
-        context = getattr(config, "max_position_embeddings", None)
-        limits = (recipe.evaluate.examples, context, config.vocab_size)
-        held_out = held_out_documents(recipe.train, run.tokenizer(), *limits)
+        recipe = run.recipe
+        held_out = held_out_documents(recipe.train, run.tokenizer(), recipe.evaluate.examples, *run.limits)
         prompts = make_prompts(recipe.evaluate, recipe.seed, held_out, run.tokenizer())
         models: dict[str, Callable[[], PreTrainedModel]] = {"base": run.base}
         if recipe.has_control:

@@ -7,8 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from surgery.errors import RecipeError, RunError, reading
 from surgery.export.chat_template import template_revision, with_chat_template
 from surgery.export.folder import export_model
@@ -16,7 +14,6 @@ from surgery.export.formats import ExportFormat
 from surgery.export.model_card import card_of, model_card
 from surgery.files.atomic import read_json
 from surgery.models.inserted import has_inserted
-from surgery.models.loading import load_config
 from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.export import EXPORT_FORMATS, LAYER_FORMATS
 from surgery.recipe.public import public_recipe
@@ -39,18 +36,18 @@ class ExportStage(Stage):
     def check_configs(self, run: Run) -> None:
         if run.recipe.splice is not None:
             return  # the recipe's sections are checked together
-        is_inserted, written = has_inserted(load_config(run.recipe.base)), run.recipe.export.format
+        is_inserted, written = has_inserted(run.config), run.recipe.export.format
         if (written == "transformers") if is_inserted else (written in LAYER_FORMATS):
             kind = "layers that were inserted" if is_inserted else "heads that were spliced into its layers"
             hint = f"The base has {kind}. Set {' or '.join(LAYER_FORMATS) if is_inserted else 'transformers'}."
             raise RecipeError("export.format", written, hint)
 
-    def check_data(self, run: Run, config: PreTrainedConfig) -> None:
+    def check_data(self, run: Run) -> None:
         section = run.recipe.export
         with_chat_template(run.tokenizer(), section.chat_template)
         export_format: ExportFormat = EXPORT_FORMATS[section.format]()
         export_format.check_recipe(section, run.tokenizer())
-        export_format.check_base(config)
+        export_format.check_base(run.config)
 
     def work(self, run: Run, key: str) -> None:
         heads, plan = run.heads(), run.plan()

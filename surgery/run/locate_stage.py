@@ -12,13 +12,12 @@ from surgery.files.atomic import new_folder, write_json
 from surgery.locate.hidden_attention import prompt_attention
 from surgery.locate.locating import locate_heads
 from surgery.models.config_checks import check_unquantized
-from surgery.models.loading import load_config
 from surgery.models.lookup import family_of
 from surgery.probes.documents import Document
 from surgery.recipe import Recipe
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.recipe.public import public_name
-from surgery.report.heads_page import PromptAttention, write_csv, write_page
+from surgery.report.heads_page import write_csv, write_page
 from surgery.run.context import Run
 from surgery.run.located_prompts import located_prompts
 from surgery.run.stage import Stage
@@ -42,7 +41,7 @@ class LocateStage(Stage):
         return {key: values["splice"][key] for key in _BRANCH}
 
     def check_configs(self, run: Run) -> None:
-        recipe, splice, config = run.recipe, run.recipe.splice, load_config(run.recipe.base)
+        recipe, splice, config = run.recipe, run.recipe.splice, run.config
         assert splice is not None
         check_unquantized(config)
         check_not_spliced(config)
@@ -60,12 +59,15 @@ class LocateStage(Stage):
         hint = ""
         if splice.num_heads > num_heads:
             hint = f"The model has only {num_heads} heads. Set a smaller number."
-        elif method in recipe.locate.trained and splice.num_heads > recipe.locate.candidates_of(method):
-            hint = f"Set locate.{method}.candidates to {splice.num_heads} or more."
+        elif method in recipe.locate.trained and splice.num_heads > recipe.locate.options_of(method).candidates:
+            hint = f"Set locate.method_options.{method}.candidates to {splice.num_heads} or more."
         elif is_greedy(splice.select) and splice.num_heads > recipe.locate.top_k:
             hint = f"Set locate.top_k to at least {splice.num_heads}."
         if hint:
             raise PlanError("splice.num_heads", splice.num_heads, hint)
+
+    def check_data(self, run: Run) -> None:
+        _own_prompts(run)
 
     def work(self, run: Run, key: str) -> None:
         recipe = run.recipe
@@ -95,20 +97,17 @@ def write_heads(run: Run, heads: HeadSet) -> None:
     with new_folder(run.folder / "figures" / "locate") as figures:
         head_maps(heads, figures)
     # The best heads have their hidden attention in full on the first prompt; all matrices would make the page large.
-    first, *others = _page_prompts(run)
+    section = run.recipe.locate
+    shortest = sorted(_own_prompts(run), key=lambda document: len(document.text))[:_PAGE_PROMPTS]
+    first, *others = shortest or located_prompts(run, "sample", _PAGE_PROMPTS, min(16, section.pairs))
     full = dict.fromkeys([s.head for s in heads.chosen] + [s.head for s in heads.heads[:6]])
     specs = family_of(run.base().config).mixers(run.base().config)
     in_full = prompt_attention(run.base(), run.tokenizer(), [first], specs, list(full))
     at_query = prompt_attention(run.base(), run.tokenizer(), others, specs)
-    write_page(heads, PromptAttention(in_full.prompts + at_query.prompts), run.folder / "locate.html")
+    write_page(heads, [*in_full, *at_query], run.folder / "locate.html")
 
 
-def _page_prompts(run: Run) -> list[Document]:
-    """Return a few short prompts for the page of the heads: the shortest of `locate.data`, or generated ones."""
+def _own_prompts(run: Run) -> list[Document]:
+    """Read the prompts of `locate.data`. Empty if it is not set."""
     section = run.recipe.locate
-    if section.data is None:
-        return located_prompts(run, "sample", _PAGE_PROMPTS, min(16, section.pairs))
-    config = run.base().config
-    context = getattr(config, "max_position_embeddings", None)
-    own = own_prompts(section.data, run.tokenizer(), section.examples, context, config.vocab_size)
-    return sorted(own, key=lambda document: len(document.text))[:_PAGE_PROMPTS]
+    return own_prompts(section.data, run.tokenizer(), section.examples, *run.limits) if section.data is not None else []

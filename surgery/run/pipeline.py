@@ -99,12 +99,11 @@ def check_inputs(run: Run) -> None:
         stage.check_configs(run)
     for stage in stages:
         stage.check_machine(run)
-    config = run.base().config
-    check_vocabulary(run.tokenizer(), config)
+    check_vocabulary(run.tokenizer(), run.base().config)  # loads the base, so checks its weights
     for stage in stages:
-        stage.check_tokenizers(run, config)
+        stage.check_tokenizers(run)
     for stage in stages:
-        stage.check_data(run, config)
+        stage.check_data(run)
     if run.accelerator.is_main_process:
         for stage in stages:
             for topic, text in stage.notes(run):

@@ -52,16 +52,6 @@ from surgery.train.training import make_accelerator, train_model
 Progress = Callable[[int, int, str], None]
 
 
-def _tokenizer_text(path: str | None) -> str:
-    """Read the text that the tokenizer is trained on, besides generated text."""
-    if path is None:
-        return ""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as fault:
-        raise RunError("tokenizer_text", path, f"Use a text file in UTF-8 ({fault}).") from None
-
-
 def build_model(
     shape: TinyMamba2 | TinyMamba | TinyTransformer, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
@@ -188,7 +178,14 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
         raise RunError(
             "num_processes", accelerator.num_processes, "Pretraining runs in one process. Launch it without torchrun."
         )
-    tokenizer = build_tokenizer(recipe.model.vocab_size, _tokenizer_text(recipe.tokenizer_text))
+    text = ""  # that the tokenizer is trained on, besides generated text
+    if recipe.tokenizer_text is not None:
+        try:
+            text = Path(recipe.tokenizer_text).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as fault:
+            hint = f"Use a text file in UTF-8 ({fault})."
+            raise RunError("tokenizer_text", recipe.tokenizer_text, hint) from None
+    tokenizer = build_tokenizer(recipe.model.vocab_size, text)
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
     if steps.is_dir() and not steps.is_symlink():
@@ -202,7 +199,13 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
     marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}
     scores_file, inputs_file = steps / "scores.json", steps / "inputs.json"
-    inputs = {"model": _revision(recipe, tokenizer), "evaluate": fingerprint(recipe.evaluate.model_dump(mode="json"))}
+    data = [file for own in recipe.train.own_data for file in local_files(own)]
+    # What the first weights and the documents depend on, besides the section `train`.
+    begin = [recipe.model.model_dump(mode="json"), recipe.seed, tokenizer.backend_tokenizer.to_str()]
+    inputs = {
+        "model": fingerprint([*begin, digest(*data) if data else ""]),
+        "evaluate": fingerprint(recipe.evaluate.model_dump(mode="json")),
+    }
     earlier = read_mapping(inputs_file)
     begun = any(steps.rglob("step_*"))  # those of stages lie in folders of their own
     if begun and earlier.get("model", inputs["model"]) != inputs["model"]:
@@ -244,13 +247,6 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
         write_text(new / "README.md", base_card(recipe, scores, history, model))
         mark(new, "model")
     delete(steps)
-
-
-def _revision(recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of what the first weights and the documents depend on, besides the section `train`."""
-    data = [file for own in recipe.train.own_data for file in local_files(own)]
-    text = tokenizer.backend_tokenizer.to_str()
-    return fingerprint([recipe.model.model_dump(mode="json"), recipe.seed, text, digest(*data) if data else ""])
 
 
 def base_card(

@@ -9,7 +9,7 @@ import torch
 
 from surgery.files.atomic import delete, write_json
 from surgery.models.donors import donor_mixers
-from surgery.models.loading import check_finite, load_config
+from surgery.models.loading import check_finite
 from surgery.recipe import Recipe, as_base
 from surgery.run.context import STATE, Run
 from surgery.run.located_prompts import located_prompts, sample_batch
@@ -34,7 +34,7 @@ class PlanStage(Stage):
     sections, reads, writes = ("base", "splice"), ("heads.json",), ("plan.json",)
 
     def check_configs(self, run: Run) -> None:
-        base, splice, config = run.recipe.base, run.recipe.splice, load_config(run.recipe.base)
+        base, splice, config = run.recipe.base, run.recipe.splice, run.config
         assert splice is not None
         check_base(config, splice, config.dtype if base.dtype == "auto" else getattr(torch, base.dtype))
         teacher = run.teacher_config()

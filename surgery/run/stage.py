@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from surgery.files.atomic import digest, fingerprint
 from surgery.recipe import Recipe
 from surgery.run.context import Run
@@ -61,11 +59,11 @@ class Stage:
     def check_machine(self, run: Run) -> None:
         """Check the packages of this machine, and the weights of its models besides the base."""
 
-    def check_tokenizers(self, run: Run, config: PreTrainedConfig) -> None:
-        """Check the tokenizers of its models. `config` is that of the base."""
+    def check_tokenizers(self, run: Run) -> None:
+        """Check the tokenizers of its models."""
 
-    def check_data(self, run: Run, config: PreTrainedConfig) -> None:
-        """Check the user's data and prompts. Loads no weights. `config` is that of the base."""
+    def check_data(self, run: Run) -> None:
+        """Check the user's data and prompts. Loads no weights."""
 
     def notes(self, run: Run) -> Iterator[tuple[str, str]]:
         """Yield what to tell before any stage runs: topic and text."""

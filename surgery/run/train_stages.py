@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from surgery.data.offsets import encode_alike
 from surgery.data.user import IndexedDocuments, named_data, open_source
@@ -46,12 +46,11 @@ class TrainStage(Stage):
     def check_configs(self, run: Run) -> None:
         recipe = run.recipe
         if recipe.splice is None:
-            config = load_config(recipe.base)
-            check_unquantized(config)
-            plan_of_hybrid(config, recipe.base.model)
+            check_unquantized(run.config)
+            plan_of_hybrid(run.config, recipe.base.model)
         for stage in recipe.train.sequence:
             if stage.trainable == "lora":
-                adapter_targets(meta_model(load_config(recipe.base), recipe.base.trust_remote_code), stage.lora)
+                adapter_targets(meta_model(run.config, recipe.base.trust_remote_code), stage.lora)
 
     def check_machine(self, run: Run) -> None:
         check_installed(run.recipe)
@@ -60,7 +59,7 @@ class TrainStage(Stage):
         if run.recipe.train.compile:
             check_compiler(run.accelerator.device)
 
-    def check_tokenizers(self, run: Run, config: PreTrainedConfig) -> None:
+    def check_tokenizers(self, run: Run) -> None:
         train = run.recipe.train
         if train.teacher is None:
             return
@@ -68,23 +67,22 @@ class TrainStage(Stage):
         if has_tokenizer(teacher):  # `configs/` holds shapes alone
             check_tokenizers(run.tokenizer(), load_tokenizer(teacher))
         for stage in train.sequence:
-            check_teacher(load_config(teacher), run.tokenizer(), config, stage.align, stage.needs)
+            check_teacher(load_config(teacher), run.tokenizer(), run.config, stage.align, stage.needs)
 
-    def check_data(self, run: Run, config: PreTrainedConfig) -> None:
+    def check_data(self, run: Run) -> None:
         """Check the generated documents, every row of the user's data (not of streams), and the held-out rows.
 
         Reports the number of rows that `on_bad_row: skip` leaves out, if the data is not a stream.
         """
         train = run.recipe.train
-        context, vocab_size = getattr(config, "max_position_embeddings", None), config.vocab_size
         names = {id(source): name for source, name in named_data(train)}
         for source in [source for stage in train.sequence for source in stage.sources]:
-            documents = open_source(source, run.tokenizer(), run.recipe.seed, 0, context, vocab_size)
+            documents = open_source(source, run.tokenizer(), run.recipe.seed, 0, *run.limits)
             if isinstance(documents, IndexedDocuments) and documents.skipped and id(source) in names:
                 text = f"{documents.skipped:,} rows cannot be used and are skipped. "
                 text += f"The first: {documents.reader.first_error}"
                 run.reporter.note("data", f"{names[id(source)]}: {text}")
-        held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, context, vocab_size)
+        held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, *run.limits)
 
     def notes(self, run: Run) -> Iterator[tuple[str, str]]:
         for text in run.recipe.notes:
@@ -136,7 +134,7 @@ class ControlStage(Stage):
         if run.recipe.control is not None:
             check_finite(as_base(run.recipe.control, "control.model"))
 
-    def check_tokenizers(self, run: Run, config: PreTrainedConfig) -> None:
+    def check_tokenizers(self, run: Run) -> None:
         if run.recipe.control is not None:
             control = as_base(run.recipe.control, "control.model")
             check_vocabulary(run.tokenizer(), load_config(control), run.recipe.control.model)

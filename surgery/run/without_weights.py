@@ -61,8 +61,7 @@ def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]
 
 def _check_models(recipe: Recipe, base: Base, shapes_from: str, has_hub_data: bool, file: Path | None) -> list[str]:
     """Check what needs the config or the tokenizer of a model. Returns what was not checked."""
-    from surgery.data.own_prompts import own_prompts
-    from surgery.models.loading import check_vocabulary, load_config, open_checkpoint
+    from surgery.models.loading import check_vocabulary, open_checkpoint
     from surgery.run.context import Run
     from surgery.run.stages import stages_of
     from surgery.train.training import make_accelerator
@@ -80,17 +79,13 @@ def _check_models(recipe: Recipe, base: Base, shapes_from: str, has_hub_data: bo
     lacks_tokenizer = base.tokenizer is not None and is_hub_id(source_of(base.tokenizer, None)[0])
     if lacks_tokenizer or (shapes_from and base.tokenizer is None):
         return [*skipped, _unavailable("tokenizer", base.tokenizer or name, "tokens of data and prompts")]
-    config = load_config(base)
-    check_vocabulary(run.tokenizer(), config)
+    check_vocabulary(run.tokenizer(), run.config)
     for stage in stages:
-        stage.check_tokenizers(run, config)
+        stage.check_tokenizers(run)
     if has_hub_data:
         return [*skipped, "tokens of data and prompts, since some data is not local"]
     for stage in stages:
-        stage.check_data(run, config)
-    if recipe.locate.data is not None and recipe.splice is not None:
-        context = getattr(config, "max_position_embeddings", None)
-        own_prompts(recipe.locate.data, run.tokenizer(), recipe.locate.examples, context, config.vocab_size)
+        stage.check_data(run)
     return skipped
 
 

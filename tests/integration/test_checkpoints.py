@@ -8,10 +8,9 @@ from pathlib import Path
 
 from surgery.data.encoding import encode
 from surgery.export.verify import verify_folder
-from surgery.interventions.ablation import Ablation
-from surgery.locate.batches import PromptBatches
+from surgery.locate.ablation_sweep import ablate
+from surgery.locate.clean_run import run_clean
 from surgery.locate.locating import locate_heads
-from surgery.locate.redundancy import ablate_sets
 from surgery.locate.selection import rank
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import Document, rng_of
@@ -73,12 +72,11 @@ def test_the_far_base_needs_its_gather_and_aggregate_heads() -> None:
     base = Base(model=str(FAR))
     model, tokenizer = load_model(base), load_tokenizer(base)
     batch = encode(far_prompts(8, 64), tokenizer, padding_side="left", until_answer=True)
-    prompts = PromptBatches(model, tokenizer, Locate(), 0, [batch])
     sets = [[HeadId.parse(name) for name, found in roles.items() if found == role] for role in ("gather", "aggregate")]
-    clean, changed = ablate_sets(prompts, Ablation(), sets)
-    accuracy = clean[1].mean()
+    run = run_clean(model, batch)
+    accuracy = run.scores.correct.double().mean()
     assert min(len(heads) for heads in sets) >= 1 and accuracy >= 0.75
-    assert all(scores[1].mean() <= 0.7 * accuracy for scores in changed)
+    assert all(scores.correct.double().mean() <= 0.7 * accuracy for scores in ablate(run, sets))
 
 
 def test_patching_finds_the_head_that_reads_where_ablation_takes_one_that_does_not() -> None:

@@ -1,86 +1,122 @@
-"""README and docs/: links, anchors, the lists of names and commands, the programs, and the site."""
+"""README, docs/ and paper/: links and anchors, names and commands that the pages list, and the site."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import surgery as package
-from tests.integration.conftest import QUICK, RECIPE, ROOT, surgery, with_path
+from surgery.models.registry import FAMILIES
+from surgery.probes.registry import PROBES
+from surgery.recipe.export import EXPORT_FORMATS
+from surgery.recipe.methods import METHODS
+from surgery.recipe.objectives import OBJECTIVES
+from surgery.recipe.splice import _BRANCHES
+from tests.integration.conftest import QUICK, RECIPE, ROOT, surgery
 
 DOCS = ROOT / "docs"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+MANUAL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "paper").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|^(?: {4}.*\n)+|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
-def links(text: str) -> Iterator[str]:
-    """Targets of all links and images outside of code, without those to other sites."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", text)):
-        if not re.match(r"[a-z]+:", target):
-            yield target
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site make them."""
-    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    titles = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", prose, re.M))
-    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+    titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", text), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in plain}
 
 
 def broken_links(page: Path, text: str) -> list[str]:
-    """The links of a page that lead to no file, or to no heading of a Markdown file."""
-
-    def exists(link: str) -> bool:
+    """The links outside of code that lead to no file, or to no heading of a Markdown file."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", text)):
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
-        if target == page and anchor:
-            return anchor in anchors(text)
-        return target.is_file() and (not anchor or anchor in anchors(target.read_text(encoding="utf-8")))
-
-    return [link for link in links(text) if not exists(link)]
-
-
-def lists_without_a_gap(text: str) -> list[str]:
-    """The first lines of lists that directly follow a line of text: the site shows them as text."""
-    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    return re.findall(r"^(?![-#|>\s]|\d+\. )\S.*\n((?:- |1\. ).*)$", prose, re.MULTILINE)
+        if not re.match(r"[a-z]+:", link) and (
+            not target.is_file() or (anchor and anchor not in anchors(text if target == page else text_of(target)))
+        ):
+            broken.append(link)
+    return broken
 
 
-def test_links_lead_somewhere_and_lists_are_lists() -> None:
-    for folder in (ROOT, DOCS, ROOT / "paper", ROOT / "recipes"):
-        for page in folder.glob("*.md") if folder == ROOT else folder.rglob("*.md"):
-            text = page.read_text(encoding="utf-8")
-            assert (broken_links(page, text), lists_without_a_gap(text)) == ([], []), page.relative_to(ROOT)
-    for link, broken in {
-        "quickstart.md": False, "nowhere.md": True, "../README.md#install": False, "../README.md#nowhere": True,
-        "#one-heading": False, "#another": True, "../bench": True, "https://example.org/nowhere": False,
-    }.items():  # fmt: skip
-        text = f"## One `heading`\n\n[x]({link}), `[code](no.md)`\n\n```\n[code](no.md)\n```\n"
-        assert broken_links(DOCS / "quickstart.md", text) == [link] * broken, link
-    assert lists_without_a_gap("# T\n- a\n- b\n\ntext:\n- c\n\ntext\n\n- d\n  more\n- e\n") == ["- c"]
+def test_links_and_anchors_resolve() -> None:
+    broken = {page.relative_to(ROOT).as_posix(): broken_links(page, text_of(page)) for page in PAGES}
+    assert {page: links for page, links in broken.items() if links} == {}
 
 
-def test_every_public_name_and_command_is_documented(tmp_path: Path) -> None:
-    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("api*.md"))
+def test_a_broken_link_is_seen() -> None:
+    text = "## One `heading`\n\n[x](LINK), `[code](no.md)`\n\n```\n[code](no.md)\n```\n"
+    fine = ("use.md", "../README.md#install", "#one-heading", "https://example.org/nowhere")
+    for link in (*fine, "nowhere.md", "../README.md#nowhere", "#another", "../bench"):
+        assert broken_links(DOCS / "cli.md", text.replace("LINK", link)) == ([] if link in fine else [link]), link
+
+
+def test_a_list_has_an_empty_line_before_it() -> None:
+    """The site shows a list that directly follows a line of text as text."""
+    gapless = re.compile(r"^(?![-#|>\s]|\d+\. )\S.*\n((?:- |1\. ).*)$", re.MULTILINE)
+    assert gapless.findall("# T\n- a\n\ntext:\n- c\n\ntext\n\n- d\n  more\n- e\n") == ["- c"]
+    assert {page.name: gapless.findall(BLOCK.sub("", text_of(page))) for page in MANUAL} == {p.name: [] for p in MANUAL}
+
+
+def test_the_manual_keeps_its_size() -> None:
+    words = {page.name: len(text_of(page).split()) for page in DOCS.glob("*.md")}
+    assert len(text_of(ROOT / "README.md").split()) <= 1000
+    assert words["findings.md"] <= 1200
+    assert sum(words.values()) <= 30_000
+
+
+def test_python_names_that_pages_use_exist() -> None:
+    missing = []
+    for page in MANUAL:
+        for name in sorted(set(re.findall(r"(?<![\w./-])surgery(?:\.[A-Za-z_]\w*)+(?!\.?\w*/)", text_of(page)))):
+            module, _, last = name.rpartition(".")
+            found = find_spec(module) and (hasattr(import_module(module), last) or find_spec(name))
+            if not found and name != "surgery.plugins":  # the group of entry points
+                missing.append((page.name, name))
+    assert missing == []
+
+
+def test_commands_and_targets_that_pages_name_exist(tmp_path: Path) -> None:
+    commands = set(re.findall(r"^  (\w+)", surgery("--help", cwd=tmp_path).stdout.split("Commands:")[1], re.MULTILINE))
+    listed = re.findall(r"^\| `surgery (\w+)", text_of(DOCS / "cli.md"), re.MULTILINE)
+    assert sorted(listed) == sorted(commands)
+    targets = set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    for page in MANUAL:
+        code = "\n".join(CODE.findall(text_of(page)))
+        used = set(re.findall(r"(?:^|`|\s)surgery ([a-z]+)\b", code, re.MULTILINE))
+        assert used - {"import"} <= commands, (page.name, used - commands)
+        made = set(re.findall(r"(?:^|`|\s)make ([a-z][\w-]*)", code, re.MULTILINE))
+        assert made <= targets, (page.name, made - targets)
+
+
+def test_the_api_pages_have_every_public_name() -> None:
+    pages = text_of(DOCS / "api.md") + text_of(DOCS / "api-recipes.md")
     listed = re.findall(r"^::: surgery\.[\w.]+\.(\w+)$", pages, re.MULTILINE)
     assert {*package.__all__} - {"__version__"} <= set(listed)
-    commands = re.findall(r"^  (\w+)", surgery("--help", cwd=tmp_path).stdout.split("Commands:")[1], re.MULTILINE)
-    page = (DOCS / "cli.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^\| `surgery (\w+)", page, re.MULTILINE)) == sorted(commands)
-    makefile = (ROOT / "Makefile").read_text()
-    assert set(re.findall(r"^surgery (\w+)", README, re.M)) <= set(commands)
-    for target in set(re.findall(r"\bmake (\w+)", README)):
-        assert f"\n{target}:" in makefile, target
 
 
-def test_the_python_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code, *_) = re.findall(r"```python\n(.*?)```", README, re.S)
+def test_the_page_of_registries_has_every_name() -> None:
+    rows = re.findall(r"^\| \[[\w ]+\]\(#[\w-]+\) \| .*$", text_of(DOCS / "api-registries.md"), re.MULTILINE)
+    registries = (PROBES, OBJECTIVES, METHODS, FAMILIES, _BRANCHES, EXPORT_FORMATS)
+    for row, names in zip(rows, registries, strict=True):
+        assert set(re.findall(r"`(\w+)`", row.split(" | ")[2])) == set(dict(names.items()))
+
+
+def test_the_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code, *_) = re.findall(r"```python\n(.*?)```", text_of(ROOT / "README.md"), re.DOTALL)
     assert 'load_recipe("quickstart")' in code
     code = code.replace('load_recipe("quickstart")', f"load_recipe({str(RECIPE)!r}, {list(QUICK)!r})")
     monkeypatch.chdir(tmp_path)
@@ -91,10 +127,11 @@ def test_the_python_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install 'ssm-surgery[docs]'")
 def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    environment = {**with_path(), "NO_MKDOCS_2_WARNING": "true"}
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "true", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     linked = ("images/pipeline.svg", "files/recipes/finetune.yaml", "files/checkpoints/quickstart/export/plan.json")
-    for name in ("index.html", "notebook.html", "EXTENDING.html", *linked):
+    for name in ("index.html", "notebook.html", "EXTENDING.html", "paper/HEAD_CHOICE.html", *linked):
         assert (tmp_path / "site" / name).is_file(), name
+    assert "<code>&nbsp;sailor</code>" in (tmp_path / "site" / "EVALUATE.html").read_text(), "the space belongs to it"
     assert "surgery.locate.locating.locate_heads" in (tmp_path / "site" / "api.html").read_text()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from surgery.report.figures.heatmaps import panel_columns
-from surgery.report.heads_page import PromptAttention, write_page
+from surgery.report.heads_page import write_page
 from surgery.types import HeadSet, ScoredGroup
 from tests.support.reports import HOSTILE, head_set, prompt
 
@@ -29,7 +29,7 @@ def page(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.
     """The page opened from a file; whatever it complains of, and whatever it asks for, is kept beside it."""
     found = heads()
     rows = tuple(prompt(found, (*HOSTILE, *("key", ":", "7", "\n") * 20, tail), 2, i) for i, tail in enumerate("ab"))
-    path = write_page(found, PromptAttention(rows), tmp_path_factory.mktemp("page") / "locate.html")
+    path = write_page(found, rows, tmp_path_factory.mktemp("page") / "locate.html")
     opened = browser.new_page(viewport={"width": WIDTHS[request.param], "height": 900})
     opened.complaints, opened.requests = [], []
     opened.on("console", lambda message: opened.complaints.append(message.text))

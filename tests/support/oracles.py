@@ -14,13 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.interventions.ablation import Ablation
-from surgery.interventions.hooks import hooked
 from surgery.interventions.oracle_read import intervene
-from surgery.interventions.scaling import scaled
 from surgery.locate.ablation_sweep import Variant, ablated_while_running, changes_by_mixer, run_changed
-from surgery.locate.baselines import bias_alone, head_factors, logits_at_query, margin_slopes
 from surgery.locate.clean_run import CleanPass, CleanRun
-from surgery.models.lookup import mixer_of
 from surgery.probes.documents import Document, answer_list, expected_answers, max_answer_tokens
 from surgery.scoring.generation import GeneratedAnswers, is_match
 from surgery.scoring.ranking import ChoiceScores, answer_choices
@@ -98,36 +94,6 @@ def naive_change_at_query(
 
         scores += run_changed(whole, run.prompt, 1, change)
     return scores
-
-
-def naive_integrated_gradients(run: CleanRun, steps: int) -> Tensor:
-    """`integrated_gradients` by whole passes, the heads scaled while they run."""
-    attributions = []
-    for spec in run.specs:
-        slopes = []
-        for step in range(steps):
-            with torch.enable_grad():
-                factor_BH = head_factors(run, spec, (step + 0.5) / steps)
-                with scaled(run.model, [spec], {spec.name: factor_BH}):
-                    slopes += margin_slopes(run, [factor_BH])
-        attributions.append(torch.stack(slopes).mean(0).T)
-    return torch.cat(attributions).float().cpu()
-
-
-@torch.no_grad()
-def naive_layer_divergence(run: CleanRun) -> Tensor:
-    """`layer_divergence` by whole passes, the mixer's output replaced while it runs."""
-    clean_BV = logits_at_query(run).float().log_softmax(-1)
-    divergences = []
-    for spec in run.specs:
-        mixer, left = mixer_of(run.model, spec), bias_alone(run, spec)
-        with hooked(run.model, run.specs) as hooks:
-            hooks.after(
-                spec.layer, spec.name, mixer, lambda out, x=left: (x, *out[1:]) if isinstance(out, tuple) else x
-            )
-            ablated_BV = logits_at_query(run).float().log_softmax(-1)
-        divergences.append((clean_BV.exp() * (clean_BV - ablated_BV)).sum(-1).clamp(min=0))
-    return torch.stack(divergences).cpu()
 
 
 def naive_divergence(student_MC: Tensor, teacher_MC: Tensor, kind: Kind, temperature: float = 1.0) -> Tensor:

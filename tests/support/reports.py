@@ -10,8 +10,7 @@ import numpy as np
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Recipe, check_recipe
 from surgery.recipe.methods import all_columns
-from surgery.report.heads_page import Prompt
-from surgery.types import Graft, HeadId, HeadSet, Interval, Plan, Role, ScoredHead
+from surgery.types import Graft, HeadId, HeadSet, Interval, Plan, PromptAttention, Role, ScoredHead
 from tests.support.pico import pico_config
 
 EFFECTS = [column.name for column in all_columns().values() if column.effect]
@@ -33,7 +32,7 @@ def head_set(layers: int = 2, heads: int = 3, chosen: tuple[int, ...] = (4, 1)) 
 HOSTILE = ("</script>", "<script>alert(1)</script>", "<!--", "]]>", "&lt;", "\u2028", "\\u003c", "{{JS}}", '"', "\n")
 
 
-def prompt(heads: HeadSet, tokens: tuple[str, ...] = HOSTILE, matrices: int = 1, seed: int = 0) -> Prompt:
+def prompt(heads: HeadSet, tokens: tuple[str, ...] = HOSTILE, matrices: int = 1, seed: int = 0) -> PromptAttention:
     """Shares drawn at random, for every head; matrices of the first ones."""
     rng, T = np.random.default_rng(seed), len(tokens)
     names = [str(s.head) for s in heads.heads]
@@ -41,7 +40,7 @@ def prompt(heads: HeadSet, tokens: tuple[str, ...] = HOSTILE, matrices: int = 1,
     whole /= whole.sum(1, keepdims=True)
     marks = {"segment end": 1, "answer token": 0, "query": T - 1}
     rows = {name: rng.dirichlet(np.full(T, 0.3)) for name in names}
-    return Prompt(tokens, marks, rows, dict.fromkeys(names[:matrices], whole))
+    return PromptAttention(tokens, marks, rows, dict.fromkeys(names[:matrices], whole))
 
 
 def plan(teacher: str | None = None) -> Plan:

@@ -30,7 +30,7 @@ ORDER = (
     ("models", "data", "report"),
     ("interventions", "scoring"),
     ("locate", "splice", "train", "evaluate", "export"),
-    ("run", "reproduce", "console", "trials", "lm_eval_tasks"),
+    ("run", "reproduce", "console", "lm_eval_tasks"),
     ("init",),
     ("commands",),
     ("cli", "__init__"),

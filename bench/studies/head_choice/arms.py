@@ -41,7 +41,7 @@ class Budget(arms.Budget):
         questions: for each training document.
         kept: tasks whose first half is trained with KL to the frozen base.
         evaluate_pairs: sizes to evaluate. Arms are compared at the first.
-        gates_steps, gates_candidates, trial_steps, trial_candidates: `locate.gates` and `locate.trial`.
+        gates_steps, gates_candidates, trial_steps, trial_candidates: options of `gates` and `trial`.
     """
 
     steps: int = 250
@@ -90,13 +90,16 @@ class Budget(arms.Budget):
 
     def locate(self, method: str) -> Locate:
         """Make the library's section for one locating method."""
+        options = {
+            "gates": {"steps": self.gates_steps, "candidates": self.gates_candidates},
+            "trial": {"steps": self.trial_steps, "candidates": self.trial_candidates},
+        }
         return Locate(
             methods=(method,),
             pairs=self.locate_pairs,
             filler=self.filler,
             examples=self.locate_examples,
-            gates={"steps": self.gates_steps, "candidates": self.gates_candidates},
-            trial={"steps": self.trial_steps, "candidates": self.trial_candidates},
+            method_options={method: options[method]} if method in options else {},
         )
 
 

@@ -19,7 +19,10 @@ from surgery.locate.selection import choose
 from surgery.models.lookup import family_of
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import RANKINGS
+from surgery.registry import load_plugins
 from surgery.types import HeadId, HeadSet, ScoredHead
+
+load_plugins(["bench.plugins.baselines", "bench.plugins.trials"])
 
 MOST = max(int(column) for column in COLUMNS if column != LAYER)
 

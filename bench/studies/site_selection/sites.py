@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from bench.plugins.baselines import attribution, layer_divergence
 from bench.studies.site_selection.arms import Budget
 from surgery.data.encoding import encode
 from surgery.locate.ablation_sweep import READS
-from surgery.locate.baselines import attribution, layer_divergence
 from surgery.locate.clean_run import run_clean
 from surgery.locate.locating import locate_heads
 from surgery.locate.selection import rank

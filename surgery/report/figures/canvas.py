@@ -127,7 +127,6 @@ def draw_intervals(
     look: tuple[str, str],
     key: str = "accuracy",
     joined: bool = False,
-    hollow: bool = False,
     sideways: bool = False,
 ) -> None:
     """Draw results as points with bars from `low` to `high`.
@@ -137,7 +136,6 @@ def draw_intervals(
         results: with `low`, `high` and the value `key`.
         look: colour and marker.
         joined: connect the points by lines.
-        hollow: fill the markers with white.
     """
     colour, marker = look
     values = [result[key] for result in results]
@@ -153,7 +151,6 @@ def draw_intervals(
         linewidth=1.8,
         marker=marker,
         markersize=5,
-        markerfacecolor="white" if hollow else colour,
         capsize=2.5,
         elinewidth=1,
         clip_on=not sideways,  # a marker at 0 or 1 is drawn whole

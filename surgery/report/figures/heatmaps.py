@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -21,8 +21,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
-from surgery.recipe import Locate
-from surgery.recipe.methods import METHODS, Column, all_columns, unit_of
+from surgery.recipe.methods import Column, all_columns, unit_of
 from surgery.report.figures.canvas import (
     INK,
     MUTED,
@@ -79,18 +78,17 @@ class _Layout:
 
 
 def panel_columns(head_set: HeadSet) -> list[Column]:
-    """Columns to draw: those of the default methods, and all others that were measured."""
+    """Columns to draw: all that were measured by a registered method."""
     measured = {name for scored in head_set.heads for name in scored.scores}
-    default = {column.name for method in Locate().methods for column in METHODS[method].columns}
-    return [column for name, column in all_columns().items() if name in default | measured]
+    return [column for name, column in all_columns().items() if name in measured]
 
 
 @style()
 def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
     """Draw every head in every column: `head_maps.png`, `.svg` and `.csv` in `folder`.
 
-    Margins lost and gained share one colour scale. Other columns have one scale for each unit. Columns of the default
-    methods that were not measured get an empty panel with a note. Heads without a score get an empty cell.
+    Margins lost and gained share one colour scale. Other columns have one scale for each unit. Heads without a score
+    get an empty cell.
 
     Returns:
         The three paths.
@@ -111,14 +109,12 @@ def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
     figure = new_figure(full_width, full_height)
     note = "Each cell is one head. Margin: logit of the gold value minus the best other value, at the query."
     add_heading(figure, f"Retrieval scores of every head: {head_set.model}", note)
-    images = []
     for (heading, columns, limit), top in zip(lines, tops, strict=False):
         y = 1 - (top - 0.55) / full_height
         figure.text((_LEFT - 0.45) / full_width, y, heading, size=10, weight="bold", va="center")
         for place, column in enumerate(columns):
-            axes = add_axes(figure, _LEFT + place * pitch, top, width, height)
-            images.append(_panel(axes, layout, column, limit))
-    _legend(figure, images[0], head_set, _LEFT + 2 * pitch, tops[legend_line], width)
+            _draw_panel(add_axes(figure, _LEFT + place * pitch, top, width, height), layout, column, limit)
+    _draw_legend(figure, layout, _LEFT + 2 * pitch, tops[legend_line], min(width, 3.6))
     return save(figure, folder, "head_maps", *heads_table(head_set))
 
 
@@ -147,12 +143,11 @@ def _groups(layout: _Layout, columns: Sequence[Column]) -> list[tuple[str, list[
     return groups
 
 
-def _panel(axes: Axes, layout: _Layout, column: Column, limit: float) -> Any:
-    """Draw one column's heat map with its ticks and marks, and return the image, for the colour bar."""
+def _draw_panel(axes: Axes, layout: _Layout, column: Column, limit: float) -> None:
+    """Draw one column's heat map with its ticks and marks."""
     values_LH, (cell_width, cell_height) = layout.values_LH(column), layout.cell
     L, H = values_LH.shape
-    norm = Normalize(-limit, limit)
-    image = axes.imshow(values_LH, cmap="RdBu", norm=norm, aspect="auto", interpolation="none")
+    axes.imshow(values_LH, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto", interpolation="none")
     note = textwrap.shorten(column.note, int((H * cell_width + 0.6) * 17), placeholder="…")  # at 8 points
     for text, points, looks in ((column.name, 17, {"size": 9.5, "weight": "bold"}), (note, 5, {"color": MUTED})):
         above = axes.transAxes + ScaledTranslation(0, points / POINTS, axes.figure.dpi_scale_trans)
@@ -165,9 +160,6 @@ def _panel(axes: Axes, layout: _Layout, column: Column, limit: float) -> Any:
     axes.set_ylabel("layer", size=8.5, labelpad=2)
     for spine in axes.spines.values():
         spine.set(visible=True, color="#bbbbbb", linewidth=0.6)
-    if np.isnan(values_LH).all():
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, size=9, color=MUTED, ha="center", va="center")
-        return image
     if layout.has_numbers:
         _write_numbers(axes, layout, values_LH, limit)
     else:
@@ -180,7 +172,6 @@ def _panel(axes: Axes, layout: _Layout, column: Column, limit: float) -> Any:
                 corner, 1 + 2 * pad_x, 1 + 2 * pad_y, fill=False, edgecolor=INK, linewidth=1.4, clip_on=False, zorder=3
             )
         )
-    return image
 
 
 def _write_numbers(axes: Axes, layout: _Layout, values_LH: NDArray[np.float64], limit: float) -> None:
@@ -214,16 +205,17 @@ def _write_names(axes: Axes, layout: _Layout) -> None:
     label_ends(axes, ends, gap=0.14 / (len(layout.rows) * layout.cell[1]))
 
 
-def _legend(figure: Figure, image: Any, head_set: HeadSet, left: float, top: float, width: float) -> None:
+def _draw_legend(figure: Figure, layout: _Layout, left: float, top: float, width: float) -> None:
     """Draw the colour bar and the legend of the marks in an empty panel. Left, top and width are in inches."""
-    bar = figure.colorbar(image, cax=add_axes(figure, left, top, min(width, 3.6), 0.14), orientation="horizontal")
+    heads = layout.heads
+    limit = layout.limit([column for column in panel_columns(heads) if column.effect])
+    colours = ScalarMappable(Normalize(-limit, limit), "RdBu")
+    bar = figure.colorbar(colours, cax=add_axes(figure, left, top, width, 0.14), orientation="horizontal")
     bar.ax.tick_params(labelsize=7.5, length=2, pad=2)
     bar.outline.set(linewidth=0.6, edgecolor="#bbbbbb")
     bar.ax.set_title("margin lost or gained, logits", size=8.5, loc="left", pad=4)
-    prompts = max(s.n for s in head_set.heads)
-    clean = "".join(
-        f", {name} {head_set.clean[name].value:.2f}" for name in ("accuracy", "margin") if name in head_set.clean
-    )
+    prompts = max(s.n for s in heads.heads)
+    clean = "".join(f", {name} {heads.clean[name].value:.2f}" for name in ("accuracy", "margin") if name in heads.clean)
     entries = (
         ("", "blue: margin lost by the change, or gained by the oracle read"),
         ("", "red: the opposite"),

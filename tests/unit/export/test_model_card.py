@@ -271,7 +271,7 @@ def test_first_token_and_loss_are_rows_and_results_of_their_own(recipe: Recipe) 
 
 
 @pytest.mark.parametrize(
-    ("method", "gloss"), [("aggregate", " (ablation at the query)"), ("sharpen", " (oracle read)"), ("gates", "")]
+    ("method", "gloss"), [("aggregate", " (ablation at the query)"), ("sharpen", " (oracle read)"), ("unknown", "")]
 )
 def test_the_way_to_select_heads_is_named_and_explained(method: str, gloss: str) -> None:
     heads = replace(head_set(3, 4), method=method)

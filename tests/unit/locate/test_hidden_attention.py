@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,28 +12,16 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.data.encoding import EncodedBatch, encode
-from surgery.errors import PlanError, ProbeError
 from surgery.interventions.hooks import record
-from surgery.locate.attention_shape import aggregate_score, entropy, gather_score, sharpness
-from surgery.locate.hidden_attention import (
-    head_matrices,
-    prompt_attention,
-    segment_spans,
-    structural_scores,
-)
-from surgery.locate.methods import METHODS
+from surgery.locate.hidden_attention import Shares, numpy_of, observe_patterns, prompt_attention
 from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.splice.graft import splice_model
 from surgery.types import HeadId, MixerSpec
-from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts
-from tests.support.samples import sample
-from tests.support.teachers import plan_for, section, teacher_of
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_tokenizer, prompts
 
 LENGTH = 11
-SPLICE = [pico_site(0, [3, 1]), pico_site(2, [2])]
 every_family = pytest.mark.parametrize("name", FAMILY_NAMES)
 
 
@@ -54,6 +42,13 @@ def mixers(model: Any, ssm: bool | None = None) -> list[MixerSpec]:
 
 def all_heads(model: Any, ssm: bool | None = None) -> list[HeadId]:
     return [head for spec in mixers(model, ssm) for head in spec.heads]
+
+
+def head_matrices(model: Any, batch: EncodedBatch, heads: Sequence[HeadId]) -> dict[HeadId, Shares]:
+    """(B,T,T) by head."""
+    patterns = observe_patterns(model, batch, mixers(model))
+    specs = {spec.name: spec for spec in mixers(model)}
+    return {head: numpy_of(patterns.shares(specs[head.mixer], [head.head])[:, 0]) for head in heads}
 
 
 @torch.no_grad()
@@ -155,149 +150,16 @@ def test_looking_changes_nothing(name: str, implementation: str) -> None:
     assert all(np.array_equal(again[head], first[head]) for head in first)
 
 
-class TestBranch:
-    spliced = (HeadId(0, 3), HeadId(0, 1), HeadId(2, 2))
-
-    def test_rows_are_the_splices_own(self) -> None:
-        model, batch = pico_hybrid(SPLICE), level()
-        found = head_matrices(model, batch, self.spliced, branch=True)
-        for query in (0, 4, LENGTH - 1):
-            with torch.no_grad():
-                asked = model(batch.input_ids, use_cache=False, splice_queries=torch.full((2, 1), query))
-            rows = {head: asked.splice_attentions[head.layer // 2] for head in self.spliced}
-            for head, place in zip(self.spliced, (0, 1, 0), strict=True):
-                np.testing.assert_allclose(found[head][:, query], rows[head][:, place, 0].numpy(), atol=1e-6)
-
-    def test_is_not_the_head_beside_it(self) -> None:
-        model, batch = pico_hybrid(SPLICE), level()
-        found, own = (head_matrices(model, batch, self.spliced, branch=b) for b in (True, False))
-        assert all(np.abs(found[head] - own[head]).max() > 0.05 for head in self.spliced)
-
-    def test_what_is_not_spliced_is_refused(self) -> None:
-        with pytest.raises(PlanError, match=r"L0H2.*L0H3, L0H1"):
-            head_matrices(pico_hybrid(SPLICE), level(), [HeadId(0, 2)], branch=True)
-        with pytest.raises(PlanError, match=r"L1H0.*none"):
-            head_matrices(pico_hybrid(SPLICE), level(), [HeadId(1, 0)], branch=True)
-        with pytest.raises(PlanError, match="no spliced heads"):
-            head_matrices(pico_base(), level(), [HeadId(1, 0)], branch=True)
-
-    def test_a_whole_layer_is_both_mixer_and_branch(self) -> None:
-        base, teacher, chosen = pico_family("llamba"), teacher_of("llama"), section(mode="replace", unit="layer")
-        model, batch = splice_model(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher).eval(), level()
-        heads = [head for head in all_heads(model) if head.letter == "A"]
-        found, own = (head_matrices(model, batch, heads, branch=b) for b in (True, False))
-        assert [h.layer for h in heads] == [1] * 4
-        for head in heads:
-            np.testing.assert_allclose(found[head], own[head], atol=1e-6)
-
-
-def test_padding_and_unknown_heads_are_refused() -> None:
-    with pytest.raises(ProbeError, match="padded"):
-        head_matrices(pico_base(), prompts((9, 14)), [HeadId(0, 0)])
-    for head in (HeadId(0, 4), HeadId(7, 0), HeadId(0, 0, "A")):
-        with pytest.raises(PlanError, match=str(head)):
-            head_matrices(pico_base(), level(), [head])
-
-
-@pytest.mark.parametrize("branch", [True, False])
-def test_no_heads_are_refused(branch: bool) -> None:
-    with pytest.raises(PlanError, match="heads"):
-        head_matrices(pico_hybrid(SPLICE), level(), [], branch)
-
-
 def documents(count: int = 3) -> list[Document]:
     """Dictionaries of different lengths."""
     return [kv_document(rng_of("hidden", i), pairs=3 + i) for i in range(count)]
-
-
-class TestSegments:
-    def test_are_the_lines_as_encode_counts_them(self) -> None:
-        tokenizer = pico_tokenizer()
-        for document in documents():
-            spans, batch = segment_spans(document, tokenizer), encode([document], tokenizer)
-            gold = spans[document.questions[0].gold]
-            assert gold == (int(batch.segment_start), int(batch.segment_end) + 1)
-            ids = batch.input_ids[0].tolist()
-            lines = [tokenizer.decode(ids[start:stop]) for start, stop in spans]
-            assert lines == [f"{line}\n" for line in document.text.split("\n")[1 : 1 + len(spans)]]
-            assert len(spans) == len(document.questions[0].choices)
-
-    @pytest.mark.parametrize("task", ["letter_choice", "closed_book", "sentence"])
-    def test_other_tasks_have_none(self, task: str) -> None:
-        with pytest.raises(ProbeError, match=r"documents: .*documents of kv_retrieval"):
-            segment_spans(sample(task, 1)[0], pico_tokenizer())
-
-
-class TestScores:
-    model = staticmethod(lambda: pico_base(vocab_size=1024, n_groups=2))
-
-    def test_one_number_a_document_and_column(self) -> None:
-        model = self.model()
-        found = structural_scores(model, pico_tokenizer(), documents(), mixers(model))
-        assert list(found) == all_heads(model)
-        for columns in found.values():
-            assert list(columns) == [column.name for column in METHODS["hidden_attention"].columns]
-            for values in columns.values():
-                assert values.shape == (3,) and np.isfinite(values).all() and len(set(values)) == 3
-
-    def test_are_those_of_the_matrices(self) -> None:
-        """The decay alone is here the matrix of a model whose B and C are constant."""
-        model, tokenizer, (document,) = self.model(), pico_tokenizer(), documents(1)
-        spec, batch = mixers(model)[1], encode([document], tokenizer, until_answer=True)
-        segments, gold = segment_spans(document, tokenizer), document.questions[0].gold
-        found = structural_scores(model, tokenizer, [document], [spec])
-        streams = streams_of(model, spec, batch)
-        even = replace(streams, key=torch.ones_like(streams.key), query=torch.ones_like(streams.query))
-        ends = [stop - 1 for _, stop in segments]
-        for head in spec.heads:
-            own, constant = (naive_shares(model, spec, s, head.head)[0].double().numpy() for s in (streams, even))
-            expected = {
-                "gather_score": gather_score(own[ends], constant[ends], segments),
-                "aggregate_score": aggregate_score(own[-1], segments, gold),
-                "entropy": entropy(own[-1]),
-                "sharpness": sharpness(own[-1]),
-            }
-            for column, value in expected.items():
-                assert found[head][column] == pytest.approx(float(value), abs=1e-5), column
-
-    def test_a_head_that_only_decays_gathers_nothing(self) -> None:
-        """Its B and C are the same at every token."""
-        model = pico_base(vocab_size=1024)
-        mixer, N = model.backbone.layers[1].mixer, 8
-        with torch.no_grad():
-            mixer.conv1d.weight[-2 * N :] = 0
-            mixer.conv1d.bias[-2 * N :] = 1
-        found = structural_scores(model, pico_tokenizer(), documents(2), [mixers(model)[1]])
-        for columns in found.values():
-            np.testing.assert_allclose(columns["gather_score"], 0, atol=1e-5)
-
-    @pytest.mark.parametrize("name", ["mamba", "zamba2", "llama"])
-    def test_of_other_mixers(self, name: str) -> None:
-        model = pico_family(name, vocab_size=1024)
-        found = structural_scores(model, pico_tokenizer(), documents(1), mixers(model))
-        assert list(found) == all_heads(model)
-        for columns in found.values():
-            assert 0 < columns["entropy"][0] < 1 and columns["effective_tokens"][0] > 1
-            assert -1 <= columns["gather_score"][0] <= 1 and -0.5 <= columns["aggregate_score"][0] <= 1
-            assert 0 < columns["segment_share"][0] <= 1
-
-    def test_of_branches_are_there_for_the_spliced_heads_alone(self) -> None:
-        model = pico_hybrid(SPLICE, vocab_size=1024)
-        given = (model, pico_tokenizer(), documents(2), mixers(model))
-        found, own = structural_scores(*given, branch=True), structural_scores(*given)
-        assert set(found) == set(TestBranch.spliced) and set(found) < set(own)
-        assert all(np.abs(found[h]["entropy"] - own[h]["entropy"]).max() > 1e-3 for h in found)
-
-    def test_no_documents_are_refused(self) -> None:
-        with pytest.raises(ProbeError, match="documents"):
-            structural_scores(self.model(), pico_tokenizer(), [], [])
 
 
 class TestPromptAttention:
     def test_holds_the_querys_rows_and_the_asked_matrices(self) -> None:
         model, tokenizer, texts = pico_base(vocab_size=1024), pico_tokenizer(), documents(2)
         held = prompt_attention(model, tokenizer, texts, mixers(model)[1:], [HeadId(2, 1)])
-        for document, prompt in zip(texts, held.prompts, strict=True):
+        for document, prompt in zip(texts, held, strict=True):
             batch = encode([document], tokenizer, until_answer=True)
             found = head_matrices(model, batch, all_heads(model)[4:])
             assert list(prompt.rows) == [str(head) for head in found] and list(prompt.matrices) == ["L2H1"]
@@ -307,8 +169,3 @@ class TestPromptAttention:
             assert document.text.startswith("".join(prompt.tokens))
             places = (int(batch.segment_end), int(batch.answer_token), len(prompt.tokens) - 1)
             assert tuple(prompt.marks[k] for k in ("segment end", "answer token", "query")) == places
-
-    def test_a_matrix_of_no_head_is_refused(self) -> None:
-        model = pico_base(vocab_size=1024)
-        with pytest.raises(PlanError, match=r"full: L0H0"):
-            prompt_attention(model, pico_tokenizer(), documents(1), mixers(model)[1:], [HeadId(0, 0)])

@@ -292,7 +292,7 @@ class TestLocate:
         with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at ceiling.*more"):
             locating.check_clean(Table(), PROMPTS, 0.25)
 
-    @pytest.mark.parametrize("select", ["sharpen", "ablation", "gather", "attribution"])
+    @pytest.mark.parametrize("select", ["sharpen", "ablation", "gather"])
     def test_what_was_not_measured_does_not_choose(self, select: Any) -> None:
         section = PROMPTS.model_copy(update={"methods": ("query",)})
         with pytest.raises(RecipeError, match=rf"splice\.select: {select}\. Add \w+ to locate\.methods"):

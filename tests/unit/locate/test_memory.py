@@ -62,7 +62,7 @@ def test_one_batch_is_held_at_a_time(methods: tuple[str, ...], monkeypatch: pyte
         return run
 
     monkeypatch.setattr(batches_module, "run_clean", counted)
-    section = Locate(methods=methods, examples=6, batch_size=2, pairs=4, backups=1 if "ablation" in methods else 0)
+    section = Locate(methods=methods, examples=6, batch_size=2, pairs=4)
     notes: list[str] = []
     model = pico_base(vocab_size=1024)
     locate_heads(model, pico_tokenizer(), section, any_accuracy=True, note=notes.append)

@@ -126,7 +126,7 @@ class TestRegister:
 
 @pytest.mark.usefixtures("registered")
 class TestNamesOfOthers:
-    @pytest.mark.parametrize("name", ["ablation", "sharpness", "query_accuracy"])
+    @pytest.mark.parametrize("name", ["ablation", "segment_end", "query_accuracy"])
     def test_a_column_of_another_method_is_refused(self, name: str) -> None:
         with pytest.raises(RecipeError, match=rf"size: column: {name}\. The method \w+ has a column of this name"):
             register_method("size", [Column(name, "", effect="gain")])(size)
@@ -155,11 +155,6 @@ def test_selections_need_their_methods() -> None:
         "gather": "context",
         "patching": "patching",
         "sharpen": "sharpen",
-        "attribution": "attribution",
-        "integrated_gradients": "integrated_gradients",
-        "layer_divergence": "layer_divergence",
-        "gates": "gates",
-        "trial": "trial",
     }
 
 
@@ -172,29 +167,33 @@ def test_captions_say_what_a_column_measures() -> None:
     columns = all_columns()
     assert columns["query"].caption == "Answer margin (logits) lost with the head removed at the query token alone."
     assert columns["segment_end"].caption.startswith("Answer margin (logits) gained with the head reading the end")
-    assert (
-        columns["entropy"].caption == "Attention pattern (0 to 1): entropy of the query's row, 1 where it is uniform."
-    )
+    share = Column("entropy", "entropy of the query's row, 1 where it is uniform", unit="share")
+    assert share.caption == "Attention pattern (0 to 1): entropy of the query's row, 1 where it is uniform."
     assert Column("unknown", "").caption == "Answer margin (logits)."
 
 
-@pytest.mark.parametrize("method", ["retrieval_score", "hidden_attention"])
-def test_methods_that_read_text_need_documents(method: str) -> None:
-    with pytest.raises(ProbeError, match=f"locate.methods: {method}. It reads the text"):
-        located("query", method, batches=[prompts()])
+@pytest.mark.usefixtures("registered")
+def test_methods_that_read_text_need_documents() -> None:
+    register_method("size", [Column("size", "length of its output")], needs_text=True)(size)
+    with pytest.raises(ProbeError, match=r"locate.methods: size. It reads the text"):
+        located("query", "size", batches=[prompts()])
 
 
 def test_unknown_names_are_answered_with_the_known() -> None:
-    with pytest.raises(ValueError, match=r"Did you mean ablation\? Use one of: ablation, query, .*hidden_attention"):
+    with pytest.raises(ValueError, match=r"Did you mean ablation\? Use one of: ablation, query, .*sharpen"):
         Locate(methods=("ablatoin",))
     with pytest.raises(ValueError, match=r"Use one of: .*gather.*, random, uniform, list"):
         Splice(select="nothing")
+    with pytest.raises(
+        ValueError, match=r"way to select heads. Add bench.plugins.baselines to `plugins`, and set PYTH"
+    ):
+        Splice(select="attribution")
 
 
 def test_recipes_are_validated_without_torch() -> None:
     code = (
         "import sys; from surgery.recipe import Locate, Splice\n"
-        "Locate(methods=('attribution',)), Splice(select='attribution'), Locate.model_json_schema()\n"
+        "Locate(methods=('ablation',)), Splice(select='ablation'), Locate.model_json_schema()\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -11,6 +11,7 @@ from surgery.locate import selection
 from surgery.recipe import Locate, Splice
 from surgery.recipe.locate import Search
 from surgery.types import HeadId
+from tests.support.training_method import NAME, training_method
 
 
 class TestStillCandidates:
@@ -37,12 +38,9 @@ class TestStillCandidates:
         section = Locate(methods=("ablation", "patching"), search=Search(first=2, risk=0.06))
         assert self.kept(monkeypatch, section, "patching") == ({"patching"}, {0.06})
 
-    def test_of_backups_the_most_necessary_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        section = Locate(methods=("ablation", "patching"), search=Search(first=2, risk=0.06), backups=2)
-        assert self.kept(monkeypatch, section, "patching") == ({"ablation", "patching"}, {0.03})
-
     def test_of_training_the_candidates(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        section = Locate(methods=("patching", "trial"), search=Search(first=2, risk=0.06))
-        columns, risks = self.kept(monkeypatch, section, "patching")
-        assert columns == {"patching", "segment_end", "answer_token"} and risks == {0.03}
-        assert self.kept(monkeypatch, section, "trial")[0] == {"segment_end", "answer_token"}
+        with training_method():
+            section = Locate(methods=("patching", NAME), search=Search(first=2, risk=0.06))
+            columns, risks = self.kept(monkeypatch, section, "patching")
+            assert columns == {"patching", "segment_end", "answer_token"} and risks == {0.03}
+            assert self.kept(monkeypatch, section, NAME)[0] == {"segment_end", "answer_token"}

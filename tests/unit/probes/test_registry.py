@@ -24,7 +24,7 @@ BUILT_IN = (
     "kv_retrieval", "phonebook", "json_kv", "mqar", "multi_hop", "copying", "sentence", "perplexity",
     "perplexity_seen", "needle_single", "needle_multi_key", "needle_multi_value", "needle_multi_query",
     "letter_choice", "option_text", "closed_book", "closed_book_seen", "statement", "records", "key_echo",
-    "kv_repeated", "variable_tracking", "common_words",
+    "kv_repeated",
 )  # fmt: skip
 
 

@@ -57,7 +57,6 @@ def test_a_pair_may_begin_with_copies() -> None:
         ({"train": {"trainable": "lora"}}, ("trainable: lora", "new_heads")),
         ({"train": {"trainable": "spliced_layers"}}, ("trainable: spliced_layers",)),
         ({"train": {"compile": True}}, ("train.compile",)),
-        ({"locate": {"methods": ["query", "sharpen", "trial"]}}, ("locate.methods: trial",)),
         (
             {
                 "train": {

@@ -29,7 +29,6 @@ def at(key: str) -> Place:
         ("train.lr", "train.optimizer.lr"),
         ("train.learning_rate", "train.optimizer.lr"),
         ("train.stages.1.lr", "train.stages.1.optimizer.lr"),
-        ("locate.lr", "locate.gates.lr or locate.trial.lr"),
         ("train.batch_size", "train.sources.0.rows"),
         ("batch_size", "train.sources.0.rows or locate.batch_size or evaluate.batch_size"),
         ("steps", "train.steps"),

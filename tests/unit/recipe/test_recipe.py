@@ -384,9 +384,7 @@ def test_transplants_that_mean_nothing_are_refused(splice: str, says: str, write
         load_recipe(write(MINIMAL + f"splice: {splice}\n"))
 
 
-@pytest.mark.parametrize(
-    ("select", "needed"), [("ablation", "ablation"), ("gather", "context"), ("attribution", "attribution")]
-)
+@pytest.mark.parametrize(("select", "needed"), [("ablation", "ablation"), ("gather", "context")])
 def test_what_is_not_measured_cannot_choose(select: str, needed: str, write: Write) -> None:
     text = MINIMAL + f"splice: {{select: {select}}}\nlocate: {{methods: [query, sharpen%s]}}\n"
     hint = "Add it, or set splice.select to aggregate or sharpen"
@@ -399,7 +397,7 @@ def test_a_recipe_that_does_not_measure_the_default_choice_is_refused(write: Wri
     """The default was sharpen, then aggregate: recipes that measured one of them did not have to set `select`."""
     text = MINIMAL + "locate: {methods: [%s]}\n"
     says = "splice.select: patching needs patching in locate.methods. Add it"
-    cases = (("sharpen", ", or set splice.select to sharpen"), ("query", ", or .* aggregate"), ("retrieval_score", "$"))
+    cases = (("sharpen", ", or set splice.select to sharpen"), ("query", ", or .* aggregate"))
     for measured, others in cases:
         with pytest.raises(RecipeError, match=says + others):
             load_recipe(write(text % measured))
@@ -415,10 +413,10 @@ def test_a_recipe_that_does_not_measure_the_default_choice_is_refused(write: Wri
         ("{methods: []}", "at least 1"),
         ("{methods: [sharpen, sharpen]}", "twice"),
         ("{methods: [sharpness]}", "sharpen"),
-        ("{methods: [sharpen], backups: 2}", "needs `ablation`"),
-        ("{backups: 13}", "top_k"),
+        ("{methods: [gates]}", "Unknown locating method. Add bench.plugins.trials to `plugins`, and set PYTHONPATH"),
+        ("{task: common_words}", "Unknown task. Add bench.plugins.ruler to `plugins`"),
+        ("{gates: {steps: 2}}", "Did you mean locate.method_options"),
         ("{search: {risk: 0}}", "greater than 0"),
-        ("{methods: [retrieval_score], search: {}}", "ranks heads"),
         ("{fill: mean, examples: 33}", "batch_size"),
         ("{fill: mean, batch_size: 1}", "batch_size"),
         ("{where: nowhere}", "everywhere"),

@@ -70,7 +70,6 @@ class TestLocatedTask:
             ({"task": "key_echo"}, "Unknown task"),
             ({"task": "mqar", "filler": [0, 1]}, "mqar does not use `filler`"),
             ({"task": "phonebook", "pairs": 95}, "2 to 90"),
-            ({"task": "records", "methods": ["hidden_attention"]}, "hidden_attention needs `task: kv_retrieval`"),
         ],
     )
     def test_what_cannot_be_located_is_refused(self, more: dict[str, Any], hint: str) -> None:

@@ -16,13 +16,12 @@ from matplotlib.text import Text
 
 from surgery.report.figures import by_value
 from surgery.report.figures.attention import _wrap, attention_map
-from surgery.report.figures.by_value import results_by_value
+from surgery.report.figures.by_value import results_by_value, tasks_by_part
 from surgery.report.figures.canvas import add_axes, label_ends, looks_of, new_figure
 from surgery.report.figures.costs import costs_by_length
 from surgery.report.figures.curves import accuracy_by_pairs, training_curve
 from surgery.report.figures.heatmaps import head_maps, panel_columns
 from surgery.report.figures.own_data import held_out_accuracy
-from surgery.report.figures.tasks import tasks_by_arm, tasks_by_site
 from surgery.types import Interval
 from tests.support.reports import ARMS as COSTS
 from tests.support.reports import EFFECTS, head_set
@@ -62,8 +61,10 @@ DRAW: dict[str, Callable[[Path], list[Path]]] = {
     "training": lambda folder: training_curve(HISTORY, folder),
     "held_out_accuracy": lambda folder: held_out_accuracy({"$rows$.jsonl": {"base": points(0.0)["4"]}}, {}, folder),
     "efficiency": lambda folder: costs_by_length(COSTS, folder, "cpu"),
-    "prune": lambda folder: tasks_by_site("prune", tasks(0.95), SITES, CHANCE, folder, 2),
-    "tasks_by_arm": lambda folder: tasks_by_arm({"base": tasks(0.9), "one_head_off": tasks(0.4)}, CHANCE, folder),
+    "prune": lambda folder: tasks_by_part("prune", tasks(0.95), SITES, CHANCE, folder, 2),
+    "tasks_by_arm": lambda folder: tasks_by_part(
+        "tasks_by_arm", tasks(0.9), {"one_head_off": tasks(0.4)}, CHANCE, folder
+    ),
     "sweep": lambda folder: results_by_value([sweep_row({"seed": n}) for n in (0, 1)], ["seed"], folder),
 }
 
@@ -112,7 +113,7 @@ def test_arms_without_a_look_get_one_of_their_own() -> None:
 # ---- head maps
 
 
-def test_panels_are_the_default_columns_and_what_else_was_measured(tmp_path: Path, figures: list[Figure]) -> None:
+def test_panels_are_what_was_measured(tmp_path: Path, figures: list[Figure]) -> None:
     assert [column.name for column in panel_columns(head_set())] == EFFECTS
     heads = head_set()
     more = {"entropy": Interval(0.5, 0.4, 0.6, 50), "attribution": Interval(40.0, 30.0, 50.0, 50)}
@@ -140,6 +141,8 @@ def test_what_was_not_measured_is_left_empty(tmp_path: Path) -> None:
     without = {name: score for name, score in first.scores.items() if name not in ("ablation", "context")}
     rows = rows_of(head_maps(replace(head_set(), heads=(lacking, second, *rest)), tmp_path)[2])
     assert [row["head"] for row in rows if row["ablation"] == ""] == ["L0H0"] and len(rows) == 5
+    none = tuple(replace(s, scores={}) for s in head_set().heads)
+    assert len(rows_of(head_maps(replace(head_set(), heads=none, chosen=()), tmp_path)[2])) == 6
     of_query = tuple(replace(s, scores=without) for s in head_set().heads)
     rows = rows_of(head_maps(replace(head_set(), heads=of_query, chosen=()), tmp_path)[2])
     assert not any("ablation" in row for row in rows) and all(row["query"] for row in rows)
@@ -191,8 +194,13 @@ def test_attention_wraps_a_long_prompt_after_newlines() -> None:
 def test_every_arm_and_mark_is_named(tmp_path: Path, figures: list[Figure]) -> None:
     for stem, names in {
         "efficiency": {"base", "hybrid", "mine"},
-        "prune": {"minimal: 2", "KV-retrieval", "mine"},
-        "tasks_by_arm": {"one head off", "KV-retrieval", "mine", "perplexity"},
+        "prune": {
+            "KV-retrieval (retrieval; chance 0.10)",
+            "mine (retrieval)",
+            "2",
+            "layers kept, counted from the first",
+        },
+        "tasks_by_arm": {"one_head_off", "closed-book facts, held-out half (knowledge; chance 0.06)", "perplexity"},
     }.items():
         DRAW[stem](tmp_path)
         assert names <= texts(figures[-1]), stem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surgery.report.heads_page import LEVELS, PromptAttention, write_csv, write_page
-from surgery.types import HeadSet, ScoredGroup
+from surgery.report.heads_page import LEVELS, write_csv, write_page
+from surgery.types import HeadSet, PromptAttention, ScoredGroup
 from tests.support.reports import HOSTILE, head_set, prompt
 
 
@@ -40,48 +41,40 @@ class Elements(HTMLParser):
         self._inside = ""
 
 
-def written(folder: Path, heads: HeadSet | None = None, **more: Any) -> tuple[str, dict[str, Any], Elements]:
+def written(
+    folder: Path, heads: HeadSet | None = None, prompts: Sequence[PromptAttention] | None = None
+) -> tuple[str, dict[str, Any], Elements]:
     """The page's text, its data and its elements."""
     heads = heads or head_set()
-    attention = more.pop("attention", PromptAttention((prompt(heads),)))
-    path = write_page(heads, attention, folder / "locate.html", **more)
+    path = write_page(heads, [prompt(heads)] if prompts is None else prompts, folder / "locate.html")
     text = path.read_text(encoding="utf-8")
     elements = Elements(text)
     return text, json.loads(elements.scripts[0]), elements
 
 
-def shares(packed: dict[str, Any], row: int = 0) -> np.ndarray:
-    return np.array(packed["rows"][row]) * packed["top"] / LEVELS
-
-
-@pytest.mark.parametrize(
-    ("method", "reads", "column"),
-    [
-        ("sharpen", "segment_end", "segment_end"),
-        ("sharpen", "answer_token", "answer_token"),
-        ("aggregate", "answer_token", "query"),
-        ("ablation", "answer_token", "ablation"),
-        ("random", "answer_token", "query"),
-        ("of_a_plugin", "answer_token", "query"),
-    ],
-)
-def test_the_map_opens_with_the_column_that_ranks(method: str, reads: Any, column: str, tmp_path: Path) -> None:
+def test_the_map_opens_with_the_column_that_ranks(tmp_path: Path) -> None:
     heads = head_set()
-    chosen = tuple(replace(scored, reads=reads) for scored in heads.chosen)
-    _, data, _ = written(tmp_path, replace(heads, method=method, chosen=chosen))
-    assert data["columns"][data["first"]]["key"] == column
-
-
-def test_a_ranking_that_was_not_measured_does_not_colour_the_map(tmp_path: Path) -> None:
-    heads = replace(head_set(), method="ablation", chosen=())
-    heads = replace(heads, heads=tuple(replace(s, scores={"context": s.scores["context"]}) for s in heads.heads))
-    _, data, _ = written(tmp_path, heads)
+    for method, reads, column, selected in (
+        ("sharpen", "segment_end", "segment_end", None),
+        ("sharpen", "answer_token", "answer_token", None),
+        ("aggregate", "answer_token", "query", None),
+        ("ablation", "answer_token", "ablation", None),
+        ("random", "answer_token", "query", "drawn at random"),
+        ("of_a_plugin", "answer_token", "query", None),
+    ):
+        chosen = tuple(replace(scored, reads=reads) for scored in heads.chosen)  # type: ignore[arg-type]
+        _, data, _ = written(tmp_path, replace(heads, method=method, chosen=chosen))
+        assert data["columns"][data["first"]]["key"] == column, method
+        assert (data["method"], data["selected"]) == (method, selected)
+    few = tuple(replace(s, scores={"context": s.scores["context"]}) for s in heads.heads)  # `ablation` is missing
+    _, data, _ = written(tmp_path, replace(heads, method="ablation", chosen=(), heads=few))
     assert data["columns"][data["first"]]["key"] == "context"
 
 
 def test_holds_the_scores_of_every_head(tmp_path: Path) -> None:
     heads = head_set()
-    _, data, _ = written(tmp_path, heads)
+    text, data, _ = written(tmp_path, heads)
+    assert text == written(tmp_path / "b", heads)[0], "same values, same bytes"
     assert [h["name"] for h in data["heads"]] == [str(s.head) for s in heads.heads]
     for row, scored in zip(data["heads"], heads.heads, strict=True):
         assert (row["role"], row["reads"]) == (scored.role, scored.reads)
@@ -92,16 +85,13 @@ def test_holds_the_scores_of_every_head(tmp_path: Path) -> None:
     assert places == {str(s.head): i + 1 for i, s in enumerate(heads.chosen)}
 
 
-@pytest.mark.parametrize(("method", "selected"), [("ablation", None), ("random", "drawn at random")])
-def test_says_how_heads_were_selected_if_not_by_the_ranking(method: str, selected: str | None, tmp_path: Path) -> None:
-    _, data, _ = written(tmp_path, replace(head_set(), method=method))
-    assert (data["method"], data["selected"]) == (method, selected)
-
-
 def test_shares_keep_three_digits_of_the_largest(tmp_path: Path) -> None:
+    def shares(packed: dict[str, Any], row: int = 0) -> np.ndarray:
+        return np.array(packed["rows"][row]) * packed["top"] / LEVELS
+
     heads = head_set()
     given = prompt(heads)
-    _, data, _ = written(tmp_path, heads, attention=PromptAttention((given,)))
+    _, data, _ = written(tmp_path, heads, [given])
     (held,) = data["prompts"]
     assert (held["tokens"], held["marks"]) == (list(given.tokens), given.marks)
     assert held["rows"].keys() == given.rows.keys() and held["matrices"].keys() == given.matrices.keys()
@@ -109,29 +99,22 @@ def test_shares_keep_three_digits_of_the_largest(tmp_path: Path) -> None:
         np.testing.assert_allclose(shares(held["rows"][name]), row, atol=row.max() / LEVELS, rtol=0)
     for name, whole in given.matrices.items():
         for t, row in enumerate(whole):
-            assert len(held["matrices"][name]["rows"][t]) == t + 1, "nothing above the diagonal"
-            np.testing.assert_allclose(
-                shares(held["matrices"][name], t), row[: t + 1], atol=whole.max() / LEVELS, rtol=0
-            )
+            found = shares(held["matrices"][name], t)  # nothing above the diagonal
+            np.testing.assert_allclose(found, row[: t + 1], atol=whole.max() / LEVELS, rtol=0)
+    assert written(tmp_path, heads, [])[1]["prompts"] == []
 
 
 def test_no_token_or_name_becomes_markup(tmp_path: Path) -> None:
-    """The same elements, whatever the tokens, the model, the title and the groups are called."""
+    """The same elements, whatever the tokens, the model and the groups are called."""
     heads, hostile = head_set(), "".join(HOSTILE)
-    named = replace(
-        heads, model=hostile, groups=(ScoredGroup(hostile, (heads.heads[0].head,), {hostile: _interval()}),)
-    )
-    tame = PromptAttention((prompt(heads, tuple("abcdefghij")),))
-    _, _, plain = written(tmp_path, replace(heads, model="m"), attention=tame)
-    _, data, elements = written(tmp_path, named, title=hostile)
+    score = heads.heads[0].scores["query"]
+    named = replace(heads, model=hostile, groups=(ScoredGroup(hostile, (heads.heads[0].head,), {hostile: score}),))
+    _, _, plain = written(tmp_path, replace(heads, model="m"), [prompt(heads, tuple("abcdefghij"))])
+    _, data, elements = written(tmp_path, named)
     assert elements.found == plain.found
     assert data["prompts"][0]["tokens"] == list(HOSTILE) and data["model"] == hostile
-    assert data["groups"][0]["kind"] == hostile and "".join(elements.titles) == hostile
+    assert data["groups"][0]["kind"] == hostile and "".join(elements.titles).endswith(hostile)
     assert "{{" not in elements.scripts[1], "what is filled in is not looked into again"
-
-
-def _interval() -> Any:
-    return next(iter(head_set().heads[0].scores.values()))
 
 
 def test_asks_the_network_for_nothing(tmp_path: Path) -> None:
@@ -147,21 +130,16 @@ def test_asks_the_network_for_nothing(tmp_path: Path) -> None:
 def test_a_large_model_stays_small(tmp_path: Path) -> None:
     """576 heads over 200 tokens, and eight whole matrices."""
     heads = head_set(24, 24)
-    both = {f"{name}_accuracy": value for name, value in heads.heads[0].scores.items()}
-    heads = replace(heads, heads=tuple(replace(s, scores={**s.scores, **both}) for s in heads.heads))
     tokens = tuple((" word", ":", "42", "\n") * 50)
-    path = write_page(heads, PromptAttention((prompt(heads, tokens, matrices=8),)), tmp_path / "locate.html")
+    path = write_page(heads, [prompt(heads, tokens, matrices=8)], tmp_path / "locate.html")
     assert path.read_text().count('"mixer"') == 576 and path.stat().st_size < 2_000_000
-
-
-def test_same_values_same_bytes(tmp_path: Path) -> None:
-    assert written(tmp_path / "a")[0] == written(tmp_path / "b")[0]
 
 
 def test_what_was_not_measured_is_empty(tmp_path: Path) -> None:
     """Heads that a search dropped have fewer scores, no role, nothing that they read."""
     heads = head_set(chosen=())
-    dropped = replace(heads.heads[-1], role="unmeasured", reads=None, scores={"query": _interval()})
+    last = heads.heads[-1]
+    dropped = replace(last, role="unmeasured", reads=None, scores={"query": last.scores["query"]})
     heads = replace(heads, heads=(*heads.heads[:-1], dropped))
     _, data, _ = written(tmp_path, heads)
     keys = [column["key"] for column in data["columns"]]
@@ -171,18 +149,14 @@ def test_what_was_not_measured_is_empty(tmp_path: Path) -> None:
     assert row["query"] and not row["ablation"] and not row["reads"]
 
 
-def test_no_attention_is_no_prompts(tmp_path: Path) -> None:
-    assert written(tmp_path, attention=PromptAttention())[1]["prompts"] == []
-
-
 def test_a_chosen_head_has_what_was_measured_when_it_was_chosen(tmp_path: Path) -> None:
     heads = head_set()
-    second = heads.chosen[1]
-    given = replace(second, reads="answer_token", scores={"gain_given": _interval()}, given=(heads.chosen[0].head,))
-    heads = replace(heads, chosen=(heads.chosen[0], given))
-    _, data, _ = written(tmp_path, heads)
+    first, second = heads.chosen
+    scores = {"gain_given": second.scores["query"]}
+    given = replace(second, reads="answer_token", scores=scores, given=(first.head,))
+    _, data, _ = written(tmp_path, replace(heads, chosen=(first, given)))
     row = next(h for h in data["heads"] if h["name"] == str(second.head))
-    assert row["given"] == [str(heads.chosen[0].head)] and row["reads"] == "answer_token"
+    assert row["given"] == [str(first.head)] and row["reads"] == "answer_token"
     keys = [column["key"] for column in data["columns"]]
     assert keys[-1] == "gain_given" and all(s is not None for s in row["scores"])
 
@@ -194,6 +168,5 @@ def test_csv_holds_every_score_in_full(tmp_path: Path) -> None:
         assert (row["head"], int(row["rank"]), row["role"]) == (str(scored.head), rank, scored.role)
         for name, score in scored.scores.items():
             assert [float(row[f"{name}{end}"]) for end in ("", "_low", "_high")] == [score.value, score.low, score.high]
-    assert [r["head"] for r in sorted((r for r in rows if r["chosen"]), key=lambda r: int(r["chosen"]))] == [
-        str(s.head) for s in heads.chosen
-    ]
+    chosen = sorted((int(row["chosen"]), row["head"]) for row in rows if row["chosen"])
+    assert chosen == [(i + 1, str(s.head)) for i, s in enumerate(heads.chosen)]

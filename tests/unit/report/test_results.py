@@ -1,24 +1,22 @@
-"""Entries of results.json."""
+"""Entries of results.json, and the rows that are shown of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from surgery.report.results import entries, label_of, skipped_of_lm_eval, value_text
+from surgery.report.results import entries, label_of, p_text, rows_of, skipped_of_lm_eval, value_text
 
 
-@pytest.mark.parametrize("name", ["accuracy", "perplexity", "nats", "mine"])
-def test_held_out_data_may_have_any_name(name: str) -> None:
-    answers: dict[str, Any] = {"accuracy": 0.5, "n": 2, "loss": {"nats": 1.0}}
-    arm = {"closed_book": {"accuracy": 0.7}, "perplexity": 2.0, "held_out": {name: answers}}
-    assert list(entries(arm)) == [
-        (("held_out", name), answers),
-        (("held_out", name, "loss"), answers["loss"]),
-        (("closed_book",), arm["closed_book"]),
-        (("perplexity",), {"perplexity": 2.0}),
-    ]
+def test_held_out_data_may_have_any_name() -> None:
+    for name in ("accuracy", "perplexity", "nats", "mine"):
+        answers: dict[str, Any] = {"accuracy": 0.5, "n": 2, "loss": {"nats": 1.0}}
+        arm = {"closed_book": {"accuracy": 0.7}, "perplexity": 2.0, "held_out": {name: answers}}
+        assert list(entries(arm)) == [
+            (("held_out", name), answers),
+            (("held_out", name, "loss"), answers["loss"]),
+            (("closed_book",), arm["closed_book"]),
+            (("perplexity",), {"perplexity": 2.0}),
+        ]
 
 
 def test_every_metric_of_lm_eval_is_an_entry() -> None:
@@ -27,9 +25,33 @@ def test_every_metric_of_lm_eval_is_an_entry() -> None:
         "absent": {"skipped": "no data"},
     }
     found = list(entries({"perplexity": 2.0, "lm_eval": tasks}))[1:]
-    assert [label_of(*entry) for entry in found] == [
-        "squad (lm-eval), exact_match (strict-match)",
-        "squad (lm-eval), f1",
-    ]
+    labels = ["squad (lm-eval), exact_match (strict-match)", "squad (lm-eval), f1"]
+    assert [label_of(*entry) for entry in found] == labels
     assert [value_text(entry) for _, entry in found] == ["0.500", "0.750"] and found[0][1]["n"] == 4
     assert skipped_of_lm_eval({"base": {}, "hybrid": {"lm_eval": tasks}}) == {"absent": "no data"}
+
+
+def test_a_task_is_hidden_if_every_arm_is_at_chance() -> None:
+    base = {"accuracy": 0.25, "low": 0.2, "high": 0.31, "n": 200, "chance": 0.25}
+    for place, hybrid, is_hidden in (
+        ("closed_book", {}, True),
+        ("closed_book", {"accuracy": 0.1, "low": 0.06, "high": 0.15}, False),  # below chance, which the base is not
+        ("closed_book", {"generated": {"accuracy": 0.2, "n": 200}}, False),
+        ("pairs", {}, False),  # KV-retrieval under a name of its own
+    ):
+        found = rows_of({"hybrid": {place: {**base, **hybrid}}, "base": {place: base}}, {"pairs": "kv_retrieval"})
+        assert [row[0] for row in found.shown][:1] == ([] if is_hidden else [(place,)]), (place, hybrid)
+        assert found.at_chance == ([label_of((place,), {})] if is_hidden else [])
+
+
+def test_a_second_score_is_hidden_if_it_is_that_of_its_row_in_every_arm() -> None:
+    def arm(accuracy: float, generated: float) -> dict[str, Any]:
+        return {"mqar": {"8": {"accuracy": accuracy, "generated": {"accuracy": generated}}}}
+
+    assert rows_of({"hybrid": arm(0.5, 0.5), "base": arm(0.4, 0.4)}, {}).repeats == 1
+    found = rows_of({"hybrid": arm(0.5, 0.5), "base": arm(0.4, 0.3)}, {})
+    assert found.repeats == 0 and [place for place, _ in found.shown] == [("mqar", "8"), ("mqar", "8", "generated")]
+
+
+def test_a_p_value_too_small_for_a_float_is_no_zero() -> None:
+    assert (p_text(0.0), p_text(0.0123), p_text(1.0)) == ("below 1e-300", "0.012", "1")

@@ -1,17 +1,19 @@
-"""Any text in one line: nothing that moves the cursor, and no longer than it may be."""
+"""Any text in one line: nothing that moves the cursor, and no longer than it may be. Lines about progress."""
 
 from __future__ import annotations
 
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 
-from surgery.report.text import cut_middle, visible
+from surgery.report import progress_lines
+from surgery.report.progress_lines import ProgressLines
+from surgery.report.text import cut_middle, duration_text, visible
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
+def test_what_does_not_print_is_an_escape() -> None:
+    for text, shown in (
         ("plain text", "plain text"),
         ("a\nb\tc\r", "a\\nb\\tc\\r"),
         ("\\n", "\\\\n"),
@@ -19,35 +21,79 @@ from surgery.report.text import cut_middle, visible
         ("\u202eevil\u2066", "\\u202eevil\\u2066"),
         ("\u2028\u00a0\u200b", "\\u2028\\xa0\\u200b"),
         ("é 漢 🙂", "é 漢 🙂"),
-        ("", ""),
-    ],
-)
-def test_what_does_not_print_is_an_escape(text: str, shown: str) -> None:
-    assert visible(text, 60) == shown
+    ):
+        assert visible(text, 60) == shown
+    every = visible("".join(map(chr, range(0x3000))), 100_000)
+    assert all(char == " " or unicodedata.category(char)[0] not in "CZ" for char in every)
 
 
-def test_no_control_character_is_left() -> None:
-    every = "".join(map(chr, range(0x3000)))
-    shown = visible(every, 100_000)
-    assert all(char == " " or unicodedata.category(char)[0] not in "CZ" for char in shown)
-
-
-@pytest.mark.parametrize("limit", [7, 8, 20, 61])
-@pytest.mark.parametrize("text", ["x" * 1000, "\n" * 1000, "ab\x1b" * 400, "漢" * 62, "y" * 61 + "\n"])
-def test_a_long_text_is_cut_in_the_middle(text: str, limit: int) -> None:
-    shown = visible(text, limit)
-    assert len(shown) <= limit and shown.count(" ... ") == 1
-    head, tail = shown.split(" ... ")
-    assert visible(text, 10**6).startswith(head) and visible(text, 10**6).endswith(tail)
-    assert not any(part.endswith("\\") and not part.endswith("\\\\") for part in (head, tail)), "no half of an escape"
-
-
-def test_a_text_of_just_the_limit_is_whole() -> None:
-    assert visible("x" * 20, 20) == "x" * 20 and visible("\n" * 10, 20) == "\\n" * 10
-    assert cut_middle("x" * 20, 20) == "x" * 20
-
-
-def test_both_ends_stay() -> None:
+def test_a_long_text_is_cut_in_the_middle() -> None:
+    for text in ("x" * 1000, "\n" * 1000, "ab\x1b" * 400, "漢" * 62, "y" * 61 + "\n"):
+        for limit in (7, 8, 20, 61):
+            shown = visible(text, limit)
+            assert len(shown) <= limit and shown.count(" ... ") == 1, (text, limit)
+            head, tail = shown.split(" ... ")
+            assert visible(text, 10**6).startswith(head) and visible(text, 10**6).endswith(tail), (text, limit)
+            assert not any(part.endswith("\\") and not part.endswith("\\\\") for part in (head, tail)), "half an escape"
+    assert visible("x" * 20, 20) == cut_middle("x" * 20, 20) == "x" * 20 and visible("\n" * 10, 20) == "\\n" * 10
     text = "start " + "x" * 100 + " end"
-    assert cut_middle(text, 21) == "start xx ... xxxx end" and len(cut_middle(text, 21)) == 21
-    assert visible(text, 21) == cut_middle(text, 21)
+    assert cut_middle(text, 21) == visible(text, 21) == "start xx ... xxxx end"
+
+
+def test_times() -> None:
+    for seconds, text in ((0.4, "0 s"), (119, "119 s"), (120, "2 min"), (3540, "59 min"), (9000, "2 h 30 min")):
+        assert duration_text(seconds) == text
+
+
+class Stage:
+    """A stage whose time passes only when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(progress_lines, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def lines(self, total: int, seconds: float, first: int = 1, every_step: bool = False) -> list[str]:
+        """Lines of the stage, whose steps take so many seconds each."""
+        lines: list[str] = []
+        reporter = ProgressLines(lines.append, every_step)
+        reporter.start("train", "training")
+        for step in range(first, total + 1):
+            self.now += seconds
+            reporter.progress(step, total, f"loss {step}")
+        return lines[1:]
+
+
+def test_a_long_stage_has_ten_lines_and_a_short_one_only_if_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch)
+    lines = stage.lines(200, 3.0)
+    assert [line.split()[0] for line in lines] == [str(n) for n in range(20, 201, 20)]
+    assert lines[0] == " " * 11 + "20 of 200  loss 20, 9 min left"
+    assert lines[8].endswith("180 of 200  loss 180, 60 s left") and lines[9].endswith("200 of 200  loss 200")
+    assert stage.lines(6, 1.0) == []
+    assert [line.split()[0] for line in stage.lines(6, 4.0)] == ["3", "6"]
+    assert [line.split()[0] for line in stage.lines(6, 10.0)] == ["1", "2", "3", "4", "5", "6"]
+    lines = stage.lines(6, 1.0, every_step=True)
+    assert len(lines) == 6 and lines[0].endswith("1 of 6  loss 1, 5 s left")
+
+
+def test_steps_before_an_interruption_took_no_time_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Stage(monkeypatch).lines(100, 4.0, first=51)
+    assert lines[0].endswith("51 of 100  loss 51") and lines[1].endswith("60 of 100  loss 60, 3 min left")
+    assert lines[4].endswith("90 of 100  loss 90, 40 s left")
+
+
+def test_a_new_stage_starts_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, lines = Stage(monkeypatch), list[str]()
+    reporter = ProgressLines(lines.append)
+    for name in ("train", "control"):
+        reporter.start(name, "training")
+        for step in range(1, 101):
+            stage.now += 2
+            reporter.progress(step, 100)
+        reporter.finish(name, 200)
+    reporter.skip("export", "finished")
+    reporter.note("data", "3 rows")
+    first, second = lines[:12], lines[12:24]
+    assert first[1:11] == second[1:11] and first[1].endswith("10 of 100  3 min left")
+    assert (first[0], first[11]) == ("    train  training ...", "    train  done in 200.0 s")
+    assert lines[24:] == ["   export  skipped: finished", "     data  3 rows"]

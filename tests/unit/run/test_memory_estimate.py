@@ -70,15 +70,21 @@ def really_saved(name: str, asked: Train, **splice_fields: Any) -> int:
     return saved.total
 
 
-@pytest.mark.parametrize("trainable", ["all", "new_heads"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_saved_bytes_agree_with_training(objective: str, trainable: str) -> None:
-    asked = section(OBJECTIVES[objective], trainable)
-    found, real = estimated("mamba2", asked).memory.activations, really_saved("mamba2", asked)
-    assert found == pytest.approx(real, rel=CLOSE)
+def test_saved_bytes_agree_with_training() -> None:
+    """Families whose scan differs, or whose attention is shared; every objective; and training less."""
+    for name, objective, trainable in (
+        *(("mamba2", objective, "all") for objective in OBJECTIVES),
+        ("mamba2", "supervised", "new_heads"),
+        ("mamba2", "base_kl", "new_heads"),
+        ("mamba", "answer", "all"),
+        ("zamba2", "answer", "all"),
+    ):
+        asked = section(OBJECTIVES[objective], trainable)
+        found, real = estimated(name, asked).memory.activations, really_saved(name, asked)
+        assert found == pytest.approx(real, rel=CLOSE), (name, objective, trainable)
 
 
-@pytest.mark.parametrize("objective", ["distil", "attention_kl", "attention_mse", "hidden_mse"])
+@pytest.mark.parametrize("objective", ["distil", "attention_kl", "hidden_mse"])
 def test_saved_bytes_agree_with_a_teacher(objective: str, tmp_path: Path) -> None:
     llama = pico_family("llama", vocab_size=1024, hidden_size=32)
     llama.save_pretrained(tmp_path)
@@ -102,20 +108,12 @@ def test_saved_bytes_agree_with_a_teacher(objective: str, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("name", SPLICED_FAMILIES)
-def test_saved_bytes_agree_for_every_family(name: str) -> None:
-    asked = section({"answer": 1.0})
-    found, real = estimated(name, asked).memory.activations, really_saved(name, asked)
-    assert found == pytest.approx(real, rel=CLOSE)
-
-
-@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
-def test_a_scan_that_loops_is_extrapolated_exactly(name: str) -> None:
+def test_a_scan_that_loops_is_extrapolated_exactly() -> None:
     """Run at 2, 4 and 6 tokens; the documents have more than 30."""
     asked = section({"answer": 1.0}, pairs=(2, 2))
     (micro,) = sample_sources(asked, 0, pico_tokenizer())
     assert micro.shape[1] > 30
-    model = copy.deepcopy(spliced(name)[1]).train().to("meta")
+    model = copy.deepcopy(spliced("mamba")[1]).train().to("meta")
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
 
@@ -125,7 +123,7 @@ def test_a_scan_that_loops_is_extrapolated_exactly(name: str) -> None:
 
     with torch_scans(model), logits_at(model, answer_rows(micro.batch).to("meta")):
         direct = measure(whole, model)
-    found = estimated(name, asked)
+    found = estimated("mamba", asked)
     loss = estimated("mamba2", asked).memory.activations - _body_of_mamba2(micro)
     assert found.memory.activations == pytest.approx(direct.saved + loss, rel=0.001)
     assert found.flops == pytest.approx(direct.flops, rel=0.001)
@@ -166,46 +164,37 @@ def test_the_peak_covers_a_real_one() -> None:
     assert peak == pytest.approx(max(real.forward_peak, real.backward_peak), rel=CLOSE)
 
 
-@pytest.mark.parametrize("trainable", ["all", "new_heads"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_gradients_and_moments(dtype: torch.dtype, trainable: str) -> None:
+def test_weights_gradients_and_moments() -> None:
     _, hybrid, plan = spliced("mamba2")
-    model = copy.deepcopy(hybrid).to(dtype).to("meta")
-    asked = section({"answer": 1.0}, trainable)
-    memory = step_cost(model, None, plan.grafts, asked, sample_sources(asked, 0, pico_tokenizer())).memory
-    trained = spliced_parameters(model) if trainable == "new_heads" else list(model.parameters())
-    numbers = sum(p.numel() for p in trained)
-    size = torch.empty(0, dtype=dtype).element_size()
-    assert memory.weights == sum(p.numel() for p in model.parameters()) * size
-    assert memory.gradients == numbers * size
-    assert memory.optimizer == numbers * 8
-    assert memory.master_copies == (numbers * 4 if size < 4 else 0)
-    assert memory.frozen_base == 0
-    assert memory.total == sum(vars(memory).values())
+    for dtype, trainable in ((torch.float32, "all"), (torch.bfloat16, "all"), (torch.bfloat16, "new_heads")):
+        model = copy.deepcopy(hybrid).to(dtype).to("meta")
+        asked = section({"answer": 1.0}, trainable)
+        memory = step_cost(model, None, plan.grafts, asked, sample_sources(asked, 0, pico_tokenizer())).memory
+        trained = spliced_parameters(model) if trainable == "new_heads" else list(model.parameters())
+        numbers, size = sum(p.numel() for p in trained), torch.empty(0, dtype=dtype).element_size()
+        assert memory.weights == sum(p.numel() for p in model.parameters()) * size
+        assert (memory.gradients, memory.optimizer) == (numbers * size, numbers * 8)
+        assert memory.master_copies == (numbers * 4 if size < 4 else 0)
+        assert memory.frozen_base == 0 and memory.total == sum(vars(memory).values())
 
 
 def test_training_less_keeps_less() -> None:
     weights = OBJECTIVES["base_kl"]
     whole, new = (estimated("mamba2", section(weights, trainable)) for trainable in ("all", "new_heads"))
-    assert new.memory.activations < whole.memory.activations
-    assert new.flops < whole.flops
+    assert new.memory.activations < whole.memory.activations and new.flops < whole.flops
     assert new.memory.frozen_base == whole.memory.frozen_base > 0
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_cache_bytes_are_those_of_a_real_cache(name: str) -> None:
-    model = pico_family(name)
-    check_cache(model)
-
-
-@pytest.mark.parametrize("name", SPLICED_FAMILIES)
-@pytest.mark.parametrize("init", ["ssm", "random"])
-def test_cache_bytes_of_hybrids(name: str, init: str) -> None:
-    check_cache(spliced(name, init=init)[1])
+def test_cache_bytes_are_those_of_a_real_cache() -> None:
+    for name in FAMILY_NAMES:
+        check_cache(pico_family(name), name)
+    for name in SPLICED_FAMILIES:
+        check_cache(spliced(name)[1], f"a hybrid of {name}")
+    check_cache(spliced("mamba2", init="random")[1], "a branch of another width")
 
 
 @torch.no_grad()
-def check_cache(model: PreTrainedModel) -> None:
+def check_cache(model: PreTrainedModel, what: str) -> None:
     """After a prefill of 5 tokens and 3 decode steps."""
     found = cache_bytes(copy.deepcopy(model).to("meta"))
     ids = torch.randint(3, 60, (1, 8), generator=torch.Generator().manual_seed(0))
@@ -213,8 +202,8 @@ def check_cache(model: PreTrainedModel) -> None:
     for step in range(5, 8):
         kept = model(ids[:, step : step + 1], use_cache=True, cache=kept).cache
     states, grown = cache_tensors(kept)
-    assert found.state == sum(t.nbytes for t in states)
-    assert found.at(8) == sum(t.nbytes for t in (*states, *grown))
+    assert found.state == sum(t.nbytes for t in states), what
+    assert found.at(8) == sum(t.nbytes for t in (*states, *grown)), what
 
 
 def test_samples_are_the_largest_that_a_source_draws() -> None:
@@ -226,20 +215,19 @@ def test_samples_are_the_largest_that_a_source_draws() -> None:
     assert wide.columns < wide.shape[1]
 
 
-@pytest.mark.parametrize("place", [0, 19])
-@pytest.mark.parametrize("size", [{"rows": 2}, {"tokens": 400}])
-def test_the_longest_row_of_own_data_counts_wherever_it_is(tmp_path: Path, place: int, size: dict[str, int]) -> None:
-    rows = [{"prompt": "The number of Balo is", "answer": " 42"} for _ in range(20)]
-    rows[place] = {"prompt": "The number of Balo is 42.\n" * 20 + "The number of Balo is", "answer": " 42"}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"data": {"path": str(tmp_path / "rows.jsonl")}, **size, "weights": {"answer": 1.0}}
-    stage = Train.model_validate({"steps": 2, "sources": [source]}).sequence[0]
-    (sample,) = sample_sources(stage, 0, pico_tokenizer())
-    tokens = len(pico_tokenizer()(rows[place]["prompt"])["input_ids"])
-    assert sample.shape[1] > tokens
-    drawn = [open_source(stage.sources[0], pico_tokenizer(), 0, 0).step(step) for step in range(10)]
-    shapes = [encode(documents, pico_tokenizer()).input_ids.shape for documents in drawn]
-    assert sample.shape[0] * sample.shape[1] == max(rows * columns for rows, columns in shapes)
+def test_the_longest_row_of_own_data_counts_wherever_it_is(tmp_path: Path) -> None:
+    for place, size in ((0, {"rows": 2}), (19, {"rows": 2}), (19, {"tokens": 400})):
+        rows = [{"prompt": "The number of Balo is", "answer": " 42"} for _ in range(20)]
+        rows[place] = {"prompt": "The number of Balo is 42.\n" * 20 + "The number of Balo is", "answer": " 42"}
+        path = tmp_path / f"{place}{size}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = {"data": {"path": str(path)}, **size, "weights": {"answer": 1.0}}
+        stage = Train.model_validate({"steps": 2, "sources": [source]}).sequence[0]
+        (sample,) = sample_sources(stage, 0, pico_tokenizer())
+        assert sample.shape[1] > len(pico_tokenizer()(rows[place]["prompt"])["input_ids"])
+        drawn = [open_source(stage.sources[0], pico_tokenizer(), 0, 0).step(step) for step in range(10)]
+        shapes = [encode(documents, pico_tokenizer()).input_ids.shape for documents in drawn]
+        assert sample.shape[0] * sample.shape[1] == max(rows * columns for rows, columns in shapes), (place, size)
 
 
 def test_processes_share_the_rows() -> None:

@@ -85,8 +85,7 @@ def session(folder: Path, name: str, after: int | None = None, **train: Any) -> 
     Returns:
         The seconds in the manifest, and those of the session for the reporter; 0 if it was interrupted.
     """
-    section = train or {"steps": 4, "sources": [SOURCE]}
-    data = {"name": "t", "base": {"model": "m"}, "locate": {"pairs": 2}, "train": {"save_every": 1, **section}}
+    data = {"name": "t", "base": {"model": "m"}, "locate": {"pairs": 2}, "train": {"save_every": 1, **train}}
     run = Run(check_recipe(data, Recipe), folder, make_accelerator(), StopsAfter(after))
     run.__dict__.update(revision="r", base_size=1000, _tokenizer=pico_tokenizer())
     stage: Stage = {"train": TrainStage, "control": ControlStage}[name]()
@@ -97,30 +96,23 @@ def session(folder: Path, name: str, after: int | None = None, **train: Any) -> 
     return manifest["seconds"], run.reporter.seconds  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["train", "control"])
-def test_a_resumed_training_took_as_long_as_one_in_one_go(tmp_path: Path, clock: Clock, name: str) -> None:
-    """Step 3 was finished, but no checkpoint has it: it is trained again, and counts once."""
-    assert session(tmp_path / "whole", name) == (LOAD + 4 * STEP, LOAD + 4 * STEP)
-    assert session(tmp_path / "parts", name, after=3) == (0, 0)
-    assert session(tmp_path / "parts", name) == (LOAD + 4 * STEP, LOAD + 2 * STEP)
-
-
-def test_every_session_counts(tmp_path: Path, clock: Clock) -> None:
-    assert session(tmp_path, "train", after=2) == (0, 0)
-    assert session(tmp_path, "train", after=3) == (0, 0)
-    assert session(tmp_path, "train") == (LOAD + 4 * STEP, LOAD + 2 * STEP)
-
-
-def test_a_session_that_left_no_checkpoint_does_not_count(tmp_path: Path, clock: Clock) -> None:
-    assert session(tmp_path, "train", after=1) == (0, 0)
-    assert session(tmp_path, "train") == (LOAD + 4 * STEP, LOAD + 4 * STEP)
-
-
-def test_earlier_parts_of_a_training_in_parts_count(tmp_path: Path, clock: Clock) -> None:
-    """Interrupted in the second entry of `train.stages`."""
-    parts = [{"name": name, "steps": 2, "sources": [SOURCE]} for name in ("first", "second")]
-    assert session(tmp_path, "train", after=3, stages=parts) == (0, 0)
-    assert session(tmp_path, "train", stages=parts) == (LOAD + 4 * STEP, LOAD + 2 * STEP)
+def test_every_step_counts_once_in_the_seconds_of_a_resumed_training(tmp_path: Path, clock: Clock) -> None:
+    """A step that no checkpoint has is trained again. Loading counts for the session alone."""
+    whole, parts = {"steps": 4, "sources": [SOURCE]}, [{"steps": 2, "sources": [SOURCE]} for _ in range(2)]
+    staged = {"stages": [{**part, "name": name} for part, name in zip(parts, ("first", "second"), strict=True)]}
+    for name, train, interrupted, steps in (
+        ("train", whole, (), 4),
+        ("train", whole, (3,), 2),
+        ("control", whole, (3,), 2),
+        ("train", whole, (2, 3), 2),
+        ("train", whole, (1,), 4),
+        ("train", staged, (3,), 2),
+    ):
+        folder = tmp_path / f"{name}{len(train)}{interrupted}"
+        for after in interrupted:
+            assert session(folder, name, after, **train) == (0, 0)
+        found = session(folder, name, **train)
+        assert found == (LOAD + 4 * STEP, LOAD + steps * STEP), (name, train, interrupted)
 
 
 def test_a_recipe_without_a_control_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +135,7 @@ def test_skipped_rows_are_reported(tmp_path: Path) -> None:
 
     data = {"name": "t", "base": {"model": "m"}, "train": {"steps": 1, "sources": [source, source]}}
     run = Run(check_recipe(data, Recipe), tmp_path / "run", make_accelerator(), Notes())
-    run.__dict__["_tokenizer"] = pico_tokenizer()
-    TrainStage().check_data(run, pico_config(vocab_size=len(pico_tokenizer())))
+    run.__dict__.update(_tokenizer=pico_tokenizer(), config=pico_config(vocab_size=len(pico_tokenizer())))
+    TrainStage().check_data(run)
     (note,) = notes
     assert note.startswith("data rows.jsonl: 2 rows cannot be used and are skipped. The first: ") and ":2: " in note

@@ -60,22 +60,6 @@ def head_set(select: str, chosen: int) -> HeadSet:
     return HeadSet("m", "r", "g", heads, heads[:chosen], select, 0, {"accuracy": Interval(0.8, 0.7, 0.9, 8)})
 
 
-def test_the_control_does_not_depend_on_the_heads_and_locate_does(tmp_path: Path) -> None:
-    one, four = (run(tmp_path, recipe(num_heads=n)) for n in (1, 4))
-    assert BY_NAME["control"].key(one) == BY_NAME["control"].key(four)
-    assert BY_NAME["locate"].key(one) != BY_NAME["locate"].key(four)
-
-
-def test_a_control_of_the_spliced_layers_depends_on_the_plan(tmp_path: Path) -> None:
-    control = BY_NAME["control"]
-    for trainable, depends in (("all", False), ("spliced_layers", True)):
-        made = run(tmp_path, recipe(trainable=trainable))
-        write_json(tmp_path / "plan.json", {"layers": [0]})
-        before = control.key(made)
-        write_json(tmp_path / "plan.json", {"layers": [1]})
-        assert (control.key(made) != before) == depends
-
-
 def test_a_finished_stage_is_taken_with_its_time(tmp_path: Path) -> None:
     control = BY_NAME["control"]
     other = run(tmp_path / "a", recipe(num_heads=1))
@@ -108,18 +92,18 @@ def test_adapters_are_those_of_the_training_that_is_taken(tmp_path: Path) -> Non
         assert new.rundir.is_fresh("train", key, train.outputs(new.recipe))
 
 
-@pytest.mark.parametrize("change", ["seed", "edited", "evaluate", "unfinished"])
-def test_a_stage_is_not_taken(tmp_path: Path, change: str) -> None:
-    stage = BY_NAME["evaluate" if change == "evaluate" else "control"]
-    other = run(tmp_path / "a", recipe())
-    finish(other, stage)
-    if change == "edited":
-        (tmp_path / "a" / "no_splice" / "config.json").write_text("y")
-    if change == "unfinished":
-        other.rundir.forget(stage.name)
-    new = run(tmp_path / "b", recipe(seed=1 if change == "seed" else 0), tmp_path / "a")
-    assert find_origin(new, stage, stage.key(new)) is None
-    assert change != "seed" or find_origin(run(tmp_path / "c", recipe(), tmp_path / "a"), stage, stage.key(other))
+def test_what_is_not_the_same_or_not_finished_is_not_taken(tmp_path: Path) -> None:
+    for number, change in enumerate(("seed", "edited", "evaluate", "unfinished")):
+        stage = BY_NAME["evaluate" if change == "evaluate" else "control"]
+        folder = tmp_path / str(number)
+        other = run(folder / "a", recipe())
+        finish(other, stage)
+        if change == "edited":
+            (folder / "a" / "no_splice" / "config.json").write_text("y")
+        if change == "unfinished":
+            other.rundir.forget(stage.name)
+        new = run(folder / "b", recipe(seed=1 if change == "seed" else 0), folder / "a")
+        assert find_origin(new, stage, stage.key(new)) is None, change
 
 
 def test_without_a_control_there_is_nothing_to_take(tmp_path: Path) -> None:
@@ -129,36 +113,30 @@ def test_without_a_control_there_is_nothing_to_take(tmp_path: Path) -> None:
     assert control.outputs(new.recipe) == () and find_origin(new, control, control.key(new)) is None
 
 
-@pytest.mark.parametrize(
-    ("measured", "wanted", "locate", "again"),
-    [
+def test_heads_are_chosen_again_only_where_nothing_new_is_measured(tmp_path: Path) -> None:
+    stage, ablation = BY_NAME["locate"], {"select": "ablation"}
+    for number, (measured, wanted, locate, again) in enumerate((
         ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {}, True),
-        ({**SHARPEN, "num_heads": 2}, {**SHARPEN, "num_heads": 4}, {}, False),  # greedy: the third head is not measured
-        ({**SHARPEN, "num_heads": 2}, {**SHARPEN, "num_heads": 1}, {}, True),
+        ({**SHARPEN, "num_heads": 2}, {**SHARPEN, "num_heads": 4}, {}, False),  # greedy: the third is not measured
         ({"num_heads": 2}, {"num_heads": 4}, {}, True),
         ({**SHARPEN, "num_heads": 1}, {"num_heads": 4}, {}, True),
         ({"num_heads": 4}, {**SHARPEN, "num_heads": 2}, {}, False),
-        ({"select": "ablation", "num_heads": 2}, {"select": "ablation", "num_heads": 4}, {}, True),
-        ({**SHARPEN, "num_heads": 4}, {"select": "ablation", "num_heads": 2}, {}, True),
-        ({"select": "ablation", "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {}, False),
-        ({"select": "ablation", "num_heads": 4}, {**SHARPEN, "num_heads": 1}, {}, True),
+        ({**SHARPEN, "num_heads": 4}, {**ablation, "num_heads": 2}, {}, True),
+        ({**ablation, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {}, False),
+        ({**ablation, "num_heads": 4}, {**SHARPEN, "num_heads": 1}, {}, True),
         ({**SHARPEN, "num_heads": 4}, {"select": "random", "num_heads": 5}, {}, True),
         ({"select": "random", "num_heads": 4}, {"num_heads": 1}, {}, False),  # the base's accuracy was not checked
         ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {"search": {}}, False),
-        ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {"backups": 2}, False),
-    ],
-)
-def test_heads_are_chosen_again_only_where_nothing_new_is_measured(
-    tmp_path: Path, measured: dict[str, Any], wanted: dict[str, Any], locate: dict[str, Any], again: bool
-) -> None:
-    assert can_choose_again(Splice(**measured), Splice(**wanted), Locate.model_validate(locate)) == again
-    stage = BY_NAME["locate"]
-    finish(run(tmp_path / "a", recipe(locate=locate, **measured)), stage)
-    new = run(tmp_path / "b", recipe(locate=locate, **wanted), tmp_path / "a")
-    origin = find_origin(new, stage, stage.key(new))
-    assert (origin is not None and str(origin) == "scores from a") == again
-    elsewhere = run(tmp_path / "c", recipe(locate={**locate, "pairs": 5}, **wanted), tmp_path / "a")
-    assert find_origin(elsewhere, stage, stage.key(elsewhere)) is None, "another measurement"
+    )):  # fmt: skip
+        case = (measured, wanted, locate)
+        assert can_choose_again(Splice(**measured), Splice(**wanted), Locate.model_validate(locate)) == again, case
+        folder = tmp_path / str(number)
+        finish(run(folder / "a", recipe(locate=locate, **measured)), stage)
+        new = run(folder / "b", recipe(locate=locate, **wanted), folder / "a")
+        origin = find_origin(new, stage, stage.key(new))
+        assert (origin is not None and str(origin) == "scores from a") == again, case
+        elsewhere = run(folder / "c", recipe(locate={**locate, "pairs": 5}, **wanted), folder / "a")
+        assert find_origin(elsewhere, stage, stage.key(elsewhere)) is None, "another measurement"
 
 
 def test_a_choice_from_scores_equals_that_of_a_measurement() -> None:
@@ -174,25 +152,24 @@ def test_a_choice_from_scores_equals_that_of_a_measurement() -> None:
     assert to_json(one) == to_json(head_set("sharpen", 1))
 
 
-def test_weights_are_linked_and_other_files_copied(tmp_path: Path) -> None:
-    for name in ("model.safetensors", "config.json"):
-        (tmp_path / "a").mkdir(exist_ok=True)
-        (tmp_path / "a" / name).write_text(name)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "old").write_text("old")
-    copy_entry(tmp_path / "a", tmp_path / "b")
-    copy_entry(tmp_path / "a" / "config.json", tmp_path / "c" / "config.json")
-    same = {name: os.path.samefile(tmp_path / "a" / name, tmp_path / "b" / name) for name in os.listdir(tmp_path / "b")}
-    assert same == {"model.safetensors": True, "config.json": False}
-    assert (tmp_path / "c" / "config.json").read_text() == "config.json"
-    assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_weights_are_copied_where_links_are_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_linked_where_links_are_supported_and_other_files_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*given: Any) -> None:
         raise PermissionError(1, "not permitted")
 
-    monkeypatch.setattr(os, "link", refuse)
-    (tmp_path / "a.safetensors").write_text("w")
-    copy_entry(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    assert (tmp_path / "b.safetensors").read_text() == "w"
+    (tmp_path / "a").mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / "a" / name).write_text(name)
+    for target, linked in (("b", True), ("c", False)):
+        (tmp_path / target).mkdir()
+        (tmp_path / target / "old").write_text("old")
+        if not linked:
+            monkeypatch.setattr(os, "link", refuse)
+        copy_entry(tmp_path / "a", tmp_path / target)
+        files = sorted(path.name for path in (tmp_path / target).iterdir())
+        assert files == ["config.json", "model.safetensors"], "the folder is replaced"
+        for name, same in (("model.safetensors", linked), ("config.json", False)):
+            assert (tmp_path / target / name).read_text() == name
+            assert os.path.samefile(tmp_path / "a" / name, tmp_path / target / name) == same
+    assert not list(tmp_path.rglob("*.tmp"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bench.plugins.hidden_attention import aggregate_score, effective_tokens, entropy, gather_score, sharpness
 from surgery.errors import ProbeError
-from surgery.locate.attention_shape import aggregate_score, effective_tokens, entropy, gather_score, sharpness
 
 T = 20
 SEGMENTS = [(3, 7), (7, 11), (11, 15)]  # the prompt has a header before, and a question behind

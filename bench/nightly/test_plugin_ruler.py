@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
+from bench.plugins.ruler import variable_document, words_document
 from surgery.errors import ProbeError
 from surgery.probes.documents import Split, rng_of
 from surgery.probes.needle import token_count
 from surgery.probes.registry import PROBES, Options
-from surgery.probes.ruler import variable_document, words_document
 from surgery.recipe import Evaluate
 from tests.support.pico import pico_tokenizer
 

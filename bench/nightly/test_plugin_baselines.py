@@ -16,11 +16,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from bench.plugins import baselines
+from bench.plugins.baselines import (
+    attribution,
+    bias_alone,
+    head_factors,
+    integrated_gradients,
+    layer_divergence,
+    logits_at_query,
+    margin_slopes,
+    retrieval_score,
+)
+from bench.plugins.scaling import scaled
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, ProbeError, RecipeError
-from surgery.interventions.hooks import record
-from surgery.locate import baselines
-from surgery.locate.baselines import attribution, integrated_gradients, layer_divergence, retrieval_score
+from surgery.interventions.hooks import hooked, record
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, Question, Writer, rng_of
@@ -28,7 +38,6 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.sentences import sentence
 from surgery.scoring.choices import arguments
 from surgery.types import MixerSpec
-from tests.support.oracles import naive_integrated_gradients, naive_layer_divergence
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -92,6 +101,36 @@ def scaled_margins(run: CleanRun, spec: MixerSpec, factors_RH: Tensor) -> Tensor
     out_proj = structure_of(spec).out_proj(mixer_of(run.model, spec))
     with changed(run, spec, out_proj, scale, after=False):
         return margins(whole_logits(run, len(factors_RH)), run.batch)
+
+
+def naive_integrated_gradients(run: CleanRun, steps: int) -> Tensor:
+    """`integrated_gradients` by whole passes, the heads scaled while they run."""
+    attributions = []
+    for spec in run.specs:
+        slopes = []
+        for step in range(steps):
+            with torch.enable_grad():
+                factor_BH = head_factors(run, spec, (step + 0.5) / steps)
+                with scaled(run.model, [spec], {spec.name: factor_BH}):
+                    slopes += margin_slopes(run, [factor_BH])
+        attributions.append(torch.stack(slopes).mean(0).T)
+    return torch.cat(attributions).float().cpu()
+
+
+@torch.no_grad()
+def naive_layer_divergence(run: CleanRun) -> Tensor:
+    """`layer_divergence` by whole passes, the mixer's output replaced while it runs."""
+    clean_BV = logits_at_query(run).float().log_softmax(-1)
+    divergences = []
+    for spec in run.specs:
+        mixer, left = mixer_of(run.model, spec), bias_alone(run, spec)
+        with hooked(run.model, run.specs) as hooks:
+            hooks.after(
+                spec.layer, spec.name, mixer, lambda out, x=left: (x, *out[1:]) if isinstance(out, tuple) else x
+            )
+            ablated_BV = logits_at_query(run).float().log_softmax(-1)
+        divergences.append((clean_BV.exp() * (clean_BV - ablated_BV)).sum(-1).clamp(min=0))
+    return torch.stack(divergences).cpu()
 
 
 @every_model

@@ -136,7 +136,9 @@ def take_step(loss: Tensor, optimizer: torch.optim.AdamW, step: int, method: str
     """
     value, lr = float(loss.detach()), optimizer.param_groups[0]["peak_lr"]
     if not math.isfinite(value):
-        raise TrainingDiverged(f"locate.{method}.lr", lr, f"The loss is {value} at step {step + 1}. Set a lower rate.")
+        raise TrainingDiverged(
+            f"locate.method_options.{method}.lr", lr, f"The loss is {value} at step {step + 1}. Set a lower rate."
+        )
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     for group in optimizer.param_groups:

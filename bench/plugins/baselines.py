@@ -1,5 +1,8 @@
 """Baselines for choosing a head or a layer, to compare with the ablation sweep. Each scores one batch of prompts.
 
+    PYTHONPATH=. surgery locate quickstart plugins=[bench.plugins.baselines] \\
+        locate.methods=[attribution,integrated_gradients,layer_divergence,retrieval_score] splice.select=attribution
+
 - `attribution`: attribution patching (Nanda 2023; Syed, Rager, Conmy, arXiv 2310.10348), all heads in one pass.
 - `integrated_gradients`: of one layer's head outputs, from 0 to their values (Sundararajan et al., arXiv 1703.01365).
 - `retrieval_score`: how often a head attends most to the token to copy (Wu et al., arXiv 2404.15574).
@@ -7,8 +10,8 @@
   trains a student with one attention layer at a time and compares the KL to the teacher that remains. This score is
   the part that needs no training.
 
-All but `retrieval_score` measure the margin or the answer at the query. A positive score means that the model gets
-worse by the ablation.
+paper/HEAD_CHOICE.md has the hybrids that were trained with the heads of each. All but `retrieval_score` measure the
+margin or the answer at the query. A positive score means that the model gets worse by the ablation.
 
 Shape legend: B prompts, T tokens, H heads, V vocabulary, D width.
 """
@@ -24,11 +27,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from bench.plugins.scaling import scaled, scaled_output
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.interventions.hooks import ActivationCache, from_mixer, record
-from surgery.interventions.scaling import scaled, scaled_output
 from surgery.locate.clean_run import CleanRun
+from surgery.locate.methods import Column, LocateBatch, register_method
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document
 from surgery.scoring.choices import arguments
@@ -264,3 +268,55 @@ def _largest(query_HTK: Tensor, key_GTK: Tensor, mask: Tensor | None, queries_R:
     if mask is not None:  # of a sliding window
         later_RT = later_RT | ~mask[0, 0, queries_R]
     return scores_HRT.masked_fill(later_RT, -torch.inf).argmax(-1)
+
+
+@register_method(
+    "attribution",
+    [Column("attribution", "margin lost by ablating the head, to first order")],
+    ranks=True,
+    passes=3,
+)
+def attribution_of_batch(batch: LocateBatch) -> dict[str, Tensor]:
+    """Estimate each head's ablation by attribution patching."""
+    return {"attribution": attribution(batch.run)}
+
+
+@register_method(
+    "integrated_gradients",
+    [Column("integrated_gradients", "margin lost by ablating the head, integrated over its layer")],
+    ranks=True,
+    passes_per_mixer=15,
+)
+def integrated_gradients_of_batch(batch: LocateBatch) -> dict[str, Tensor]:
+    """Compute integrated gradients in 5 steps, each a forward and a backward pass."""
+    return {"integrated_gradients": integrated_gradients(batch.run)}
+
+
+@register_method(
+    "layer_divergence",
+    [Column("layer_divergence", "KL of the answer's distribution without the head's whole mixer", unit="nats")],
+    ranks=True,
+    passes=1,
+    passes_per_mixer=1,
+)
+def layer_divergence_of_batch(batch: LocateBatch) -> dict[str, Tensor]:
+    """Measure the KL divergence without each mixer. Every head of the mixer gets its score."""
+    num_heads = torch.tensor([spec.num_heads for spec in batch.run.specs])
+    return {"layer_divergence": layer_divergence(batch.run).repeat_interleave(num_heads, 0)}
+
+
+@register_method(
+    "retrieval_score",
+    [Column("retrieval_score", "how often the head attends most to the token to be copied", unit="share")],
+    passes=1,
+    needs_text=True,
+)
+def retrieval_score_of_batch(batch: LocateBatch) -> dict[str, Tensor]:
+    """Score retrieval heads, SSM heads by their hidden attention. NaN for prompts without a token to copy."""
+    run, scores = batch.run, []
+    for document in batch.documents or ():
+        try:
+            scores.append(retrieval_score(run.model, batch.tokenizer, [document], hidden=True))
+        except ProbeError:  # as the tokenizer splits them, answer and segment have no token in common
+            scores.append(torch.full((sum(spec.num_heads for spec in run.specs),), torch.nan))
+    return {"retrieval_score": torch.stack(scores, 1)}

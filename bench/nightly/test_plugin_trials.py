@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +13,21 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from bench.plugins.scaling import gated
+from bench.plugins.trials import Gates, Trial
+from bench.plugins.trials import gates as gates_module
+from bench.plugins.trials.gates import HardConcrete
+from bench.plugins.trials.halving import Trained, Trials
+from bench.plugins.trials.training import TrialPrompts, splice_candidates, trial_loss
 from surgery.errors import PlanError, RecipeError, TrainingDiverged
-from surgery.interventions.scaling import gated
 from surgery.locate.locating import locate_heads
 from surgery.locate.methods import METHODS, Candidates, TrainedScores
 from surgery.locate.selection import can_choose_again, rank
 from surgery.models.runtime import requires_grad
 from surgery.probes.words import key_words
-from surgery.recipe import Gates, Locate, Recipe, Search, Splice, Trial
+from surgery.recipe import Locate, Recipe, Search, Splice
 from surgery.report.figures.heatmaps import head_maps
-from surgery.report.heads_page import PromptAttention, write_csv, write_page
-from surgery.trials import gates as gates_module
-from surgery.trials.gates import HardConcrete
-from surgery.trials.halving import Trained, Trials
-from surgery.trials.training import TrialPrompts, splice_candidates, trial_loss
+from surgery.report.heads_page import write_csv, write_page
 from surgery.types import Form, HeadId, HeadSet, Interval, ScoredHead, head_set_from_json, to_json
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
 from tests.support.planted import plant, planted_tokenizer
@@ -35,9 +37,12 @@ SECTION = Locate(
     pairs=4,
     examples=6,
     batch_size=3,
-    gates=Gates(steps=4, rows=2, candidates=3),
-    trial=Trial(steps=1, rows=2, candidates=3),
+    method_options={
+        "gates": Gates(steps=4, rows=2, candidates=3),
+        "trial": Trial(steps=1, rows=2, candidates=3),
+    },
 )
+GATES, TRIAL = SECTION.method_options["gates"], SECTION.method_options["trial"]
 HEADS = ("L0H1", "L1H0", "L1H2")
 
 
@@ -49,8 +54,14 @@ def candidates(base: Any = None, seed: int = 0, tick: Callable[[], None] = lambd
     base = model() if base is None else base
     heads = tuple(ScoredHead(HeadId.parse(name), "neither", "segment_end", {}) for name in HEADS)
     splice = section.pop("splice", Splice())
-    whole = SECTION.model_copy(update=section)
+    whole = section_with(**section)
     return Candidates(base, pico_tokenizer(), heads, whole, splice, seed, whole.examples, tick)
+
+
+def section_with(**update: Any) -> Locate:
+    """`SECTION` with other keys, or other options of `gates` or `trial`."""
+    options = {**SECTION.method_options, **{name: update.pop(name) for name in ("gates", "trial") if name in update}}
+    return SECTION.model_copy(update={**update, "method_options": options})
 
 
 def same(one: TrainedScores, other: TrainedScores) -> bool:
@@ -88,7 +99,7 @@ class TestSchedule:
     @pytest.mark.parametrize("greedy", [False, True])
     def test_the_announced_steps_are_taken(self, greedy: bool) -> None:
         ticks: list[int] = []
-        trial = SECTION.trial.model_copy(update={"greedy": greedy})
+        trial = TRIAL.model_copy(update={"greedy": greedy})
         given = candidates(tick=lambda: ticks.append(1), trial=trial, splice=Splice(num_heads=2))
         scores = METHODS["trial"].measure(given)
         assert len(ticks) == trial.num_steps(3, 2) == scores.steps > 0
@@ -232,7 +243,7 @@ class TestGates:
     def test_a_cost_closes_gates(self) -> None:
         probability = {}
         for cost in (0.0, 100.0):
-            gates = SECTION.gates.model_copy(update={"cost": cost, "steps": 24, "gate_lr": 0.3})
+            gates = GATES.model_copy(update={"cost": cost, "steps": 24, "gate_lr": 0.3})
             scores = METHODS["gates"].measure(candidates(gates=gates))
             probability[cost] = [float(values[0]) for values in scores.columns["gate"].values()]
             if cost:
@@ -251,7 +262,7 @@ class TestGates:
             moved.append(any(bool((logits != 2).any()) for logits in gates[0].logits.values()))
 
         monkeypatch.setattr(gates_module, "HardConcrete", made)
-        section = SECTION.gates.model_copy(update={"steps": 8})
+        section = GATES.model_copy(update={"steps": 8})
         METHODS["gates"].measure(candidates(gates=section, tick=tick))
         assert moved == [False, False, *[True] * 6]
 
@@ -264,7 +275,7 @@ class TestDeterminism:
         assert one.passes == again.passes > 0
 
     def test_greedy_chooses_in_addition_to_the_chosen(self) -> None:
-        trial = SECTION.trial.model_copy(update={"greedy": True})
+        trial = TRIAL.model_copy(update={"greedy": True})
         scores = METHODS["trial"].measure(candidates(trial=trial, splice=Splice(num_heads=3)))
         heads = [s.head for s in scores.chosen]
         assert sorted(map(str, heads)) == list(HEADS)
@@ -295,13 +306,13 @@ class TestLocate:
         assert heads.cost["passes"] > heads.cost["gates_passes"] + heads.cost["trial_passes"]
         assert head_set_from_json(to_json(heads)) == heads
         write_csv(heads, tmp_path / "heads.csv")
-        write_page(heads, PromptAttention(), tmp_path / "locate.html")
+        write_page(heads, [], tmp_path / "locate.html")
         head_maps(heads, tmp_path)
         header, *rows = (tmp_path / "heads.csv").read_text().splitlines()
         assert {"gates", "gate", "trial", "trial_steps"} <= set(header.split(",")) and len(rows) == 8
 
     def test_greedy_heads_keep_all_their_scores(self) -> None:
-        section = SECTION.model_copy(update={"trial": SECTION.trial.model_copy(update={"greedy": True})})
+        section = section_with(trial=TRIAL.model_copy(update={"greedy": True}))
         heads = locate_heads(model(), pico_tokenizer(), section, Splice(select="trial", num_heads=2), any_accuracy=True)
         first, second = heads.chosen
         assert second.given == (first.head,) and {"trial_given", "trial", "gates"} <= second.scores.keys()
@@ -323,8 +334,8 @@ class TestLocate:
 
     @pytest.mark.parametrize("searches", [False, True])
     def test_another_ranking_chooses_the_candidates(self, searches: bool) -> None:
-        gates = SECTION.gates.model_copy(update={"candidates_by": "aggregate"})
-        section = Locate(**{**dict(SECTION), "gates": gates, "methods": ("gates", "query")})
+        gates = GATES.model_copy(update={"candidates_by": "aggregate"})
+        section = Locate(**{**dict(SECTION), "method_options": {"gates": gates}, "methods": ("gates", "query")})
         section = section.model_copy(update={"search": Search(first=3) if searches else None})
         heads = locate_heads(model(), pico_tokenizer(), section, Splice(select="gates"), any_accuracy=True)
         tried = {s.head for s in heads.heads if "gates" in s.scores}
@@ -333,7 +344,7 @@ class TestLocate:
 
     def test_a_ranking_of_candidates_is_measured(self) -> None:
         with pytest.raises(ValidationError, match=r"`gates.candidates_by: aggregate` needs `query` in `methods`"):
-            Locate(methods=("gates",), gates=Gates(candidates_by="aggregate"))
+            Locate(methods=("gates",), method_options={"gates": {"candidates_by": "aggregate"}})
         with pytest.raises(ValidationError, match=r"Unknown way to select heads"):
             Gates(candidates_by="trial")
         section = SECTION.model_copy(update={"methods": ("gates", "query")})
@@ -341,7 +352,9 @@ class TestLocate:
             locate_heads(model(), pico_tokenizer(), section, Splice(select="gates"))
 
     def test_more_heads_than_candidates_are_refused(self) -> None:
-        with pytest.raises(PlanError, match=r"splice.num_heads: 4. Set locate.gates.candidates to 4 or more"):
+        with pytest.raises(
+            PlanError, match=r"splice.num_heads: 4. Set locate.method_options.gates.candidates to 4 or more"
+        ):
             locate_heads(model(), pico_tokenizer(), SECTION, Splice(select="gates", num_heads=4))
 
     def test_a_model_without_sites_is_refused(self) -> None:
@@ -350,22 +363,15 @@ class TestLocate:
             locate_heads(llama, pico_tokenizer(), SECTION, Splice(select="gates"), any_accuracy=True)
 
     def test_a_loss_that_is_not_finite_names_the_rate(self) -> None:
-        trial = SECTION.trial.model_copy(update={"lr": 1e30, "steps": 8})
-        with pytest.raises(TrainingDiverged, match=r"locate.trial.lr: 1e\+30. The loss is .* Set a lower rate"):
+        trial = TRIAL.model_copy(update={"lr": 1e30, "steps": 8})
+        with pytest.raises(
+            TrainingDiverged, match=r"locate.method_options.trial.lr: 1e\+30. The loss is .* Set a lower rate"
+        ):
             METHODS["trial"].measure(candidates(trial=trial))
 
 
 class TestChoosingAgain:
     """A sweep over the number of heads may take the scores of another run."""
-
-    def test_gates_do_the_same_for_any_number_of_heads(self) -> None:
-        section = SECTION.model_copy(update={"methods": ("gates", "sharpen")})
-        one, two, four = (Splice(select="gates", num_heads=k) for k in (1, 2, 4))
-        assert can_choose_again(one, two, section) and not can_choose_again(one, four, section)
-        heads = [
-            locate_heads(model(), pico_tokenizer(), section, splice, any_accuracy=True).chosen for splice in (one, two)
-        ]
-        assert heads[1][:1] == heads[0]
 
     def test_a_trial_depends_on_the_number_of_heads(self) -> None:
         one, two = (Splice(select="trial", num_heads=k) for k in (1, 2))
@@ -423,6 +429,30 @@ class TestRecipe:
 def test_the_scores_have_a_unit_on_the_page(tmp_path: Path) -> None:
     heads = locate_heads(model(), pico_tokenizer(), SECTION, Splice(select="sharpen"), any_accuracy=True)
     assert isinstance(heads, HeadSet)
-    write_page(heads, PromptAttention(), tmp_path / "locate.html")
+    write_page(heads, [], tmp_path / "locate.html")
     text = (tmp_path / "locate.html").read_text()
     assert "Gate (0 closed, 1 open)" in text and "Training (steps)" in text
+
+
+def test_options_are_checked_when_the_recipe_is_read() -> None:
+    for options, words in (
+        ({"gates": {"steps": 0}}, "gates.steps: Input should be greater than 0. Keys: candidates, "),
+        ({"gates": {"stops": 1}}, "gates.stops: Extra inputs are not permitted. Keys: candidates, "),
+        ({"query": {}}, "The method query has no options"),
+        ({"trial": {}}, "`method_options` has options of trial: add it to `methods`"),
+    ):
+        with pytest.raises(ValidationError, match=re.escape(words)):
+            Locate(methods=("gates",), method_options=options)
+    section = Locate(methods=("gates",), method_options={"gates": {"steps": 3}})
+    assert section.options_of("gates") == Gates(steps=3) and section.options_of("query") is None
+    assert Locate.model_validate(section.model_dump(mode="json")) == section
+
+
+@pytest.mark.parametrize(("method", "seed", "n_groups"), [("gates", 4, 4), ("trial", 0, 1)])
+def test_the_planted_aggregate_head_is_chosen(method: str, seed: int, n_groups: int) -> None:
+    """Without the decoy: a branch copies the same rows of it as of the Aggregate head."""
+    planted, tokenizer = plant(seed, n_groups=n_groups, train=True, decoy=False), planted_tokenizer(train=True)
+    budgets = {"gates": {"steps": 24, "candidates": 4}, "trial": {"steps": 16, "candidates": 3}}
+    section = Locate(methods=(method,), pairs=12, examples=32, method_options={method: {**budgets[method], "rows": 8}})
+    chosen = locate_heads(planted.model, tokenizer, section, Splice(select=method), any_accuracy=True).chosen[0]
+    assert chosen.head == planted.aggregate and chosen.scores[method].low > 0

@@ -1,5 +1,8 @@
 """Two more tasks of RULER (Hsieh et al., arXiv 2404.06654), with a length in tokens. Needles are in `needle`.
 
+    PYTHONPATH=. surgery run quickstart plugins=[bench.plugins.ruler] \\
+        'evaluate.tasks=[{task: variable_tracking, tokens: [512]}, {task: common_words, tokens: [512]}]'
+
 `variable_tracking` follows assignments. Its answer lists every variable of one chain, in the order of the text:
 
     Memorize and track the chain(s) of variable assignment hidden in the following text.

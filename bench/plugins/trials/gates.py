@@ -17,11 +17,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from surgery.interventions.scaling import gated
+from bench.plugins.scaling import gated
+from bench.plugins.trials.training import (
+    PASSES,
+    TrialPrompts,
+    adamw,
+    constant,
+    splice_candidates,
+    take_step,
+    trial_loss,
+)
 from surgery.locate.methods import Candidates, TrainedScores
 from surgery.probes.documents import rng_of
 from surgery.train.optimizer import spliced_parameters
-from surgery.trials.training import PASSES, TrialPrompts, adamw, constant, splice_candidates, take_step, trial_loss
 from surgery.types import HeadId, Plan
 
 _TEMPERATURE, _LOW, _HIGH = 2 / 3, -0.1, 1.1  # the constants of arXiv 1712.01312
@@ -80,7 +88,7 @@ def train_gates(candidates: Candidates) -> TrainedScores:
     closed, and all gates as trained against its gate closed. Two heads that can stand in for one another share it.
     The score is this contribution times the gate.
     """
-    budget = candidates.section.gates
+    budget = candidates.section.options_of("gates")
     prompts = TrialPrompts("gates", candidates, budget.rows)
     hybrid, plan = splice_candidates(candidates, candidates.heads, "add")
     gates = HardConcrete(plan, hybrid.device, candidates.seed)

@@ -13,9 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bench.plugins.trials.training import (
+    PASSES,
+    TrialPrompts,
+    adamw,
+    constant,
+    splice_candidates,
+    take_step,
+    trial_loss,
+)
 from surgery.locate.methods import Candidates, TrainedScores
 from surgery.train.optimizer import spliced_parameters
-from surgery.trials.training import PASSES, TrialPrompts, adamw, constant, splice_candidates, take_step, trial_loss
 from surgery.types import HeadId, ScoredHead
 
 HeadTuple = tuple[ScoredHead, ...]  # heads that are spliced together
@@ -47,7 +55,7 @@ class Trials:
     """
 
     def __init__(self, candidates: Candidates) -> None:
-        self.candidates, self.budget = candidates, candidates.section.trial
+        self.candidates, self.budget = candidates, candidates.section.options_of("trial")
         self.prompts = TrialPrompts("trial", candidates, self.budget.rows)
         self.steps, self.passes = 0, 0.0
 
@@ -95,7 +103,7 @@ class Trials:
 
 
 def try_candidates(candidates: Candidates) -> TrainedScores:
-    """Choose heads by successive halving, alone or (`locate.trial.greedy`) together with those chosen before."""
+    """Choose heads by successive halving, alone or (the option `greedy`) together with those chosen before."""
     trials, heads = Trials(candidates), candidates.heads
     base = trials.prompts.log_probabilities(candidates.model)
     trials.passes += candidates.held_out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -135,3 +136,18 @@ def finished(shared: Path, quick_commands: pytest.MonkeyPatch) -> Path:
             assert done.returncode == 0, done.stderr
             (cwd / "printed").write_text(done.stdout)
     return cwd / "runs" / "quickstart"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium. Tests that request it are skipped where playwright or Chromium is not installed."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("Chromium is not installed")
+    switches = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    switches += ["--disable-component-update", "--disable-sync"]
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=chromium, args=switches)
+        yield running
+        running.close()

@@ -55,7 +55,8 @@ def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "quickstart"
     first = json.loads((folder / "heads.json").read_text())["heads"][0]
-    assert set(first["scores"]) == {"ablation", "ablation_accuracy"} and first["role"] == "unmeasured" and first["head"] in done.stdout
+    assert set(first["scores"]) == {"ablation", "ablation_accuracy"}
+    assert first["role"] == "unmeasured" and first["head"] in done.stdout
     assert all(text in done.stdout for text in ("locate.html", "forward passes", "held on a device"))
     assert (folder / "locate.html").stat().st_size > 10_000 and (folder / "heads.csv").read_text().count("\n") == 33
     again = surgery("--quiet", "locate", *given, cwd=tmp_path)

@@ -28,8 +28,8 @@ from surgery.models.loading import load_tokenizer
 from surgery.models.meters import Meter
 from surgery.recipe import Base, Train
 from surgery.train.micro_batches import step_counts
-from surgery.train.preparing import PreparedStage, prepare_stage
 from surgery.train.targets import Targets
+from surgery.train.trainer import StageTrainer
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, Plan
 
@@ -38,16 +38,18 @@ KV = {"task": "kv_retrieval", "pairs": (8, 32), "questions": 4, "rows": 32, "wei
 KEEP = {"task": "closed_book", "split": 0, "rows": 32, "weights": {"base_kl": 1.0}}
 
 
-def prepared(model: PreTrainedModel, base: PreTrainedModel, plan: Plan | None, given: dict[str, Any]) -> PreparedStage:
+def prepared(model: PreTrainedModel, base: PreTrainedModel, plan: Plan | None, given: dict[str, Any]) -> StageTrainer:
     tokenizer = load_tokenizer(Base(model=str(SHIPPED)))
     section = Train.model_validate({"steps": 1, **given})
     targets = Targets(base=base, grafts=plan.grafts if plan else ())
-    return prepare_stage(model, tokenizer, section, 0, make_accelerator(), targets)
+    trainer = StageTrainer(model, tokenizer, section, 0, make_accelerator(), targets)
+    trainer.prepare()
+    return trainer
 
 
-def step(stage: PreparedStage) -> Callable[[], None]:
+def step(stage: StageTrainer) -> Callable[[], None]:
     """Forward and backward pass over the same documents in every call."""
-    accelerator, sources, parts = make_accelerator(), stage.stage.sources, stage.make(0)
+    accelerator, sources, parts = make_accelerator(), stage.stage.sources, stage.documents(0)
     counts = step_counts(sources, parts, bool(stage.targets.grafts), accelerator)
 
     def run() -> None:
@@ -79,7 +81,7 @@ def peak(run: Callable[[], None]) -> int:
     return int(meter.peak)
 
 
-def compare(first: PreparedStage, second: PreparedStage, rounds: int) -> dict[str, Any]:
+def compare(first: StageTrainer, second: StageTrainer, rounds: int) -> dict[str, Any]:
     runs = [step(first), step(second)]
     one, two = seconds(runs, rounds)
     bytes_one, bytes_two = (peak(run) for run in runs)
@@ -109,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (spliced, plan), (other, _) = spliced_at(base, last), spliced_at(base, last)
     only_new = {"sources": [KEEP], "trainable": "new_heads"}
     alone = prepared(other, load(SHIPPED)[0], plan, only_new)
-    alone = replace(alone, targets=replace(alone.targets, prefix=None))
+    alone.targets = replace(alone.targets, prefix=None)
     found["shared prefix against none"] = compare(alone, prepared(spliced, base, plan, only_new), rounds)
     for name, row in found.items():
         (a, b), (m, n) = row["seconds"], row["bytes"]

@@ -45,29 +45,13 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> 
         starts_text = tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = ("{{ bos_token }}" if starts_text else "") + NAMED[name]
     else:
-        tokenizer.chat_template = _read(name)
-    _check(tokenizer, name)
-    return tokenizer
-
-
-def template_revision(name: str) -> str:
-    """Hash of the template that `export.chat_template` names. A missing file has the hash of nothing."""
-    return fingerprint(NAMED[name]) if name in NAMED else digest(Path(name))
-
-
-def _read(name: str) -> str:
-    path, names = Path(name), ", ".join(NAMED)
-    with reading(FIELD, name, "The file cannot be read. Use a Jinja file in UTF-8.", RecipeError):
-        if not path.exists():
-            raise RecipeError(FIELD, name, f"No such template. Use {names}, or the path of a Jinja file.")
-        text = path.read_text(encoding="utf-8")
-    if not text.strip():
-        raise RecipeError(FIELD, name, "The file is empty. Write a Jinja template into it, or remove the key.")
-    return text
-
-
-def _check(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Render one message. Raises RecipeError if the template cannot be parsed, fails, or renders no text."""
+        with reading(FIELD, name, "The file cannot be read. Use a Jinja file in UTF-8.", RecipeError):
+            if not Path(name).exists():
+                hint = f"No such template. Use {', '.join(NAMED)}, or the path of a Jinja file."
+                raise RecipeError(FIELD, name, hint)
+            tokenizer.chat_template = Path(name).read_text(encoding="utf-8")
+        if not tokenizer.chat_template.strip():
+            raise RecipeError(FIELD, name, "The file is empty. Write a Jinja template into it, or remove the key.")
     try:
         text = str(tokenizer.apply_chat_template(_SAMPLE, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # of Jinja, or of a method that the template calls
@@ -77,3 +61,9 @@ def _check(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         raise RecipeError(FIELD, value, hint) from error
     if not text.strip():
         raise RecipeError(FIELD, name, "It renders no text for one message of a user. Correct the template.")
+    return tokenizer
+
+
+def template_revision(name: str) -> str:
+    """Hash of the template that `export.chat_template` names. A missing file has the hash of nothing."""
+    return fingerprint(NAMED[name]) if name in NAMED else digest(Path(name))

@@ -18,15 +18,10 @@ REFERENCE = "reference.json"
 AGAIN = "Download it again, or export again."
 # Suffixes of files that transformers or torch could load.
 LOADABLE = (".py", ".json", ".safetensors", ".bin", ".pt", ".pth", ".jinja")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def read_json_file(folder: Path, name: str) -> Any:
-    """Parse a JSON file.
-
-    Raises:
-        ModelError: the file is missing, not UTF-8, not JSON, or nested too deeply.
-    """
+    """Parse a JSON file. Raise ModelError if it is missing, not UTF-8, not JSON, or nested too deeply."""
     if not (folder / name).is_file():
         raise ModelError(name, "missing", AGAIN)
     with reading(name, "not JSON", AGAIN):
@@ -34,11 +29,7 @@ def read_json_file(folder: Path, name: str) -> Any:
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Parse a JSON file that holds an object.
-
-    Raises:
-        ModelError: as in `read_json_file`, or the file does not hold an object.
-    """
+    """Parse a JSON file that holds an object. Raises as `read_json_file`, and for another type."""
     data = read_json_file(folder, name)
     if not isinstance(data, dict):
         raise ModelError(name, type(data).__name__, f"Expected a JSON object. {AGAIN}")
@@ -61,31 +52,21 @@ def check_entries(folder: Path) -> None:
 
 def visible_files(folder: Path) -> list[Path]:
     """List the files in order, without hidden files and compiled Python, which other tools create."""
-    files = []
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        if path.is_file() and not any(p.startswith(".") or p == "__pycache__" for p in parts):
-            files.append(path)
-    return files
+    files = ((path, path.relative_to(folder).parts) for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for path, parts in files if not any(p.startswith(".") or p == "__pycache__" for p in parts)]
 
 
 def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
     """Map the relative path of every visible file except export.json to its `sha256` and `size`."""
-    entries = {}
-    for path in visible_files(folder):
-        name = path.relative_to(folder).as_posix()
-        if name != RECORD:
-            entries[name] = {"sha256": sha256_of(path), "size": path.stat().st_size}
-    return entries
+    files = {path.relative_to(folder).as_posix(): path for path in visible_files(folder)}
+    files.pop(RECORD, None)
+    return {name: {"sha256": sha256_of(path), "size": path.stat().st_size} for name, path in files.items()}
 
 
 def sha256_of(path: Path) -> str:
     """Hex SHA-256 of a file."""
-    total = hashlib.sha256()
     with open(path, "rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            total.update(block)
-    return total.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_files(folder: Path, listed: Any, loadable: tuple[str, ...] = ()) -> list[str]:
@@ -93,15 +74,14 @@ def check_files(folder: Path, listed: Any, loadable: tuple[str, ...] = ()) -> li
 
     Args:
         listed: `files` of export.json.
-        folder: the export.
         loadable: suffixes of files that a loader reads, in addition to `LOADABLE`.
 
     Returns:
         One sentence on an edited README.md, and one on files that are not listed and that no loader reads, if any.
 
     Raises:
-        ModelError: names the first file that is missing, of another size or content, or loadable and not listed; or
-            the list is malformed.
+        ModelError: names the first file that is missing, of another size or content, or loadable and not listed; the
+            list is malformed; or README.md is not UTF-8.
     """
     if not isinstance(listed, Mapping):
         raise ModelError(RECORD, f"files: {type(listed).__name__}", f"Expected a JSON object. {AGAIN}")
@@ -120,12 +100,20 @@ def check_files(folder: Path, listed: Any, loadable: tuple[str, ...] = ()) -> li
             raise ModelError(name, value, f"It is truncated or changed. {AGAIN}")
         if sha256_of(path) != expected["sha256"]:
             raise ModelError(name, f"sha256 differs from {RECORD}", f"The file has changed. {AGAIN}")
-    extra = [p.relative_to(folder).as_posix() for p in visible_files(folder)]
-    extra = sorted(set(extra) - set(listed) - {RECORD})
+    extra = sorted({p.relative_to(folder).as_posix() for p in visible_files(folder)} - {*listed, RECORD})
     for name in extra:
         if Path(name).suffix in (*LOADABLE, *loadable):
             hint = "It was added after the export and could be loaded. Remove it."
             raise ModelError(shown(name), f"not listed in {RECORD}", hint)
+    if (folder / CARD).is_file():
+        text = (folder / CARD).read_bytes()
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            line = 1 + text.count(b"\n", 0, error.start)
+            value = f"not UTF-8: byte 0x{text[error.start]:02x} in line {line}"
+            hint = "The Hub reads UTF-8. Save it as that. If it is Latin-1: iconv -f latin1 -t utf-8 README.md > new.md"
+            raise ModelError(CARD, value, hint) from None
     sentences = [f"{CARD}: changed since the export"] if edited else []
     return [*sentences, f"{', '.join(map(shown, extra))}: not listed in {RECORD}"] if extra else sentences
 
@@ -139,7 +127,7 @@ def _check_entry(name: str, expected: Any) -> None:
     size, digest = (expected.get("size"), expected.get("sha256")) if isinstance(expected, Mapping) else (None, None)
     if type(size) is not int or size < 0:
         raise ModelError(RECORD, f"files: {name}: size {str(size)[:40]!r}", f"Expected a number of bytes. {AGAIN}")
-    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         value = f"files: {name}: sha256 {str(digest)[:40]!r}"
         raise ModelError(RECORD, value, f"Expected 64 hexadecimal digits. {AGAIN}")
 

@@ -96,10 +96,18 @@ def export_model(
             if page is not None and page.is_file():
                 shutil.copyfile(page, new / "report.html")
             agree, _ = check_documents(new, export_format.read_plan(new))
-            plugin = plugin_of(export_format)
-            record: dict[str, Any] = {"format": export_format.name, **({"plugin": plugin} if plugin else {})}
+            record: dict[str, Any] = {"format": export_format.name}
+            if (plugin := plugin_of(export_format)) is not None:
+                record["plugin"] = plugin
             record |= {**export_format.check(new, exported, tokenizer), "agree": agree}
-            record |= {"versions": _versions(), "files": fingerprints(new)}
+            record["versions"] = {  # the verification depends on them
+                "surgery": __version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers_version,
+                "safetensors": safetensors_version,
+            }
+            record["files"] = fingerprints(new)
             write_json(new / RECORD, record)
     return record
 
@@ -117,14 +125,3 @@ def _in_export_precision(model: PreTrainedModel, section: Export) -> PreTrainedM
     exported.config.dtype = dtype
     exported.config.use_cache = True
     return exported
-
-
-def _versions() -> dict[str, str]:
-    """Versions that the verification depends on."""
-    return {
-        "surgery": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers_version,
-        "safetensors": safetensors_version,
-    }

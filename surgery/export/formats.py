@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -134,15 +135,11 @@ def _check_class(name: str, format_class: type[ExportFormat]) -> None:
     for attribute in ("summary", "usage"):
         if not isinstance(getattr(format_class, attribute, None), str):
             raise RecipeError(f"{field}: {attribute}", "missing", "Set it to a text for the model card.")
-    for attribute, hint in (
-        ("limits", "Use a tuple of sentences."),
-        ("loadable", "Use a tuple of suffixes, such as ('.gguf',): publishing removes other files with them."),
-    ):
+    of_suffixes = "Use a tuple of suffixes, such as ('.gguf',): publishing removes other files with them."
+    for attribute, hint in (("limits", "Use a tuple of sentences."), ("loadable", of_suffixes)):
         value = getattr(format_class, attribute)
         fits = isinstance(value, tuple | list) and all(isinstance(entry, str) for entry in value)
-        if attribute == "loadable":
-            fits = fits and all(len(suffix) > 1 and suffix.startswith(".") for suffix in value)
-        if not fits:
+        if not fits or (attribute == "loadable" and not all(len(s) > 1 and s.startswith(".") for s in value)):
             raise RecipeError(f"{field}: {attribute}", repr(value), hint)
 
 
@@ -178,100 +175,89 @@ def plugin_of(export_format: ExportFormat) -> str | None:
     return None if module.startswith("surgery.") else module
 
 
+class _OwnFormat(ExportFormat):
+    """A format of this library. Its module loads torch, so it is imported when it is used."""
+
+    library = "transformers"
+    module: ClassVar[str]
+
+    @property
+    def _functions(self) -> Any:
+        return import_module(f"surgery.export.{self.module}")
+
+    def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
+        self._functions.write_folder(model, tokenizer, folder, section)
+
+    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+        checked: dict[str, Any] = self._functions.verify_copy(folder, trust_remote_code)
+        return checked
+
+    def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        checked: dict[str, Any] = self._functions.compare_with_model(folder, model, tokenizer)
+        return checked
+
+    def read_plan(self, folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] | None:
+        stated: tuple[str, Plan] | None = self._functions.plan_in(folder, trust_remote_code)
+        return stated
+
+
+_NO_ASSISTED_DECODING = "transformers refuses assisted decoding for stateful models."
+_SNIPPET = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FOLDER = "."  # this folder, or its id on the Hub
+model = AutoModelForCausalLM.from_pretrained(FOLDER{trusted})
+tokenizer = AutoTokenizer.from_pretrained(FOLDER{trusted})
+inputs = tokenizer("The value of", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0]))
+```
+
+"""
+
+
 @register_export("transformers")
-class TransformersFormat(ExportFormat):
+class TransformersFormat(_OwnFormat):
     """safetensors, config, tokenizer and modelling files, loadable with stock transformers."""
 
+    module = "transformers_folder"
     summary = "safetensors and modelling files for stock transformers"
-    library = "transformers"
     limits = (
-        "transformers refuses assisted decoding for stateful models.",
+        _NO_ASSISTED_DECODING,
         "vLLM needs the plugin ssm-surgery-vllm, which serves six families. SGLang loads no head-level hybrid.",
         "Requires transformers 5.24 or newer: older releases have other names of the cache.",
     )
-    usage = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-FOLDER = "."  # this folder, or its id on the Hub
-model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
-inputs = tokenizer("The value of", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0]))
-```
-
+    usage = (
+        _SNIPPET.format(trusted=", trust_remote_code=True")
+        + """\
 `trust_remote_code=True` runs the `*.py` files of this folder. Read them first, and set `revision` when you load from
 the Hub. With `pip install ssm-surgery` and `import surgery.hybrid`, transformers runs the installed code instead.
 `surgery verify FOLDER` checks a copy."""
-
-    def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
-        from surgery.export.transformers_folder import write_folder
-
-        write_folder(model, tokenizer, folder, section.max_shard_size)
-
-    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-        from surgery.export.transformers_folder import verify_copy
-
-        return verify_copy(folder, trust_remote_code)
-
-    def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        from surgery.export.transformers_folder import compare_with_model
-
-        return compare_with_model(folder, model, tokenizer)
-
-    def read_plan(self, folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] | None:
-        from surgery.export.transformers_folder import plan_in
-
-        return plan_in(folder, trust_remote_code)
+    )
 
 
 @register_export("nemotron_h")
-class NemotronHFormat(ExportFormat):
+class NemotronHFormat(_OwnFormat):
     """A Nemotron-H of transformers itself: safetensors, config and tokenizer, without modelling files."""
 
+    module = "nemotron_h_folder"
     summary = "safetensors of transformers' own Nemotron-H, without modelling files"
-    library = "transformers"
     limits: ClassVar[tuple[str, ...]] = (
-        "transformers refuses assisted decoding for stateful models.",
+        _NO_ASSISTED_DECODING,
         "In bfloat16 and float16, Nemotron-H rounds norms and residual stream more than a base that is a Mamba-2.",
     )
-    usage = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-FOLDER = "."  # this folder, or its id on the Hub
-model = AutoModelForCausalLM.from_pretrained(FOLDER)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-inputs = tokenizer("The value of", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0]))
-```
-
+    usage = (
+        _SNIPPET.format(trusted="")
+        + """\
 The folder holds no code: the model is transformers' own class `NemotronHForCausalLM`. `surgery verify FOLDER` checks a
 copy."""
-
-    def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
-        from surgery.export.nemotron_h_folder import write_folder
-
-        write_folder(model, tokenizer, folder, section.max_shard_size)
-
-    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-        from surgery.export.nemotron_h_folder import verify_copy
-
-        return verify_copy(folder)
-
-    def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        from surgery.export.transformers_folder import compare_with_model
-
-        return compare_with_model(folder, model, tokenizer, remote_code=False)
-
-    def read_plan(self, folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] | None:
-        from surgery.export.nemotron_h_folder import plan_in
-
-        return plan_in(folder)
+    )
 
 
 @register_export("gguf")
 class GGUFFormat(NemotronHFormat):
     """The files of `nemotron_h`, and one for llama.cpp that its own converter writes."""
 
+    module = "gguf_folder"
     summary = "safetensors of transformers' own Nemotron-H, and a GGUF file for llama.cpp"
     limits: ClassVar[tuple[str, ...]] = (
         *NemotronHFormat.limits,
@@ -290,27 +276,7 @@ llama-server -m model.gguf
     )
 
     def check_recipe(self, section: Export, tokenizer: PreTrainedTokenizerBase) -> None:
-        from surgery.export.gguf_folder import check_recipe
-
-        check_recipe(section, tokenizer)
+        self._functions.checked_pre_tokenizer(section, tokenizer)
 
     def check_base(self, config: PreTrainedConfig) -> None:
-        from surgery.export.gguf_folder import check_base
-
-        check_base(config)
-
-    def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
-        from surgery.export.gguf_folder import write_folder
-
-        write_folder(model, tokenizer, folder, section)
-
-    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-        from surgery.export.gguf_folder import verify_copy
-
-        return verify_copy(folder)
-
-    def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        from surgery.export.gguf_folder import compare_with_files
-
-        checked = super().check(folder, model, tokenizer)
-        return {**checked, "pre_tokenizer": compare_with_files(folder)["pre_tokenizer"]}
+        self._functions.check_base(config)

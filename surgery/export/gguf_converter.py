@@ -61,21 +61,18 @@ else:
 
 
 def find_converter(llama_cpp: str | None) -> Path:
-    """Find convert_hf_to_gguf.py.
+    """Find convert_hf_to_gguf.py. Raise RecipeError if there is none.
 
     Args:
         llama_cpp: folder of llama.cpp, or the script; None to search the PATH.
-
-    Raises:
-        RecipeError: there is none.
     """
     if llama_cpp is None:
         found = shutil.which(SCRIPT)
-        if found is None:
-            hint = f"GGUF files are written by llama.cpp's {SCRIPT}, which is not on the PATH. Clone "
-            hint += f"https://github.com/ggml-org/llama.cpp and set {_SECTION} to its folder."
-            raise RecipeError(_SECTION, "not set", hint)
-        return Path(found).resolve()
+        if found is not None:
+            return Path(found).resolve()
+        hint = f"GGUF files are written by llama.cpp's {SCRIPT}, which is not on the PATH. Clone "
+        hint += f"https://github.com/ggml-org/llama.cpp and set {_SECTION} to its folder."
+        raise RecipeError(_SECTION, "not set", hint)
     path = Path(llama_cpp).expanduser()
     path = path / SCRIPT if path.is_dir() else path
     if not path.is_file():
@@ -108,13 +105,10 @@ def pre_tokenizer_of(tokenizer: PreTrainedTokenizerBase, section: Export) -> str
 
 
 def convert(folder: Path, file: Path, pre_tokenizer: str, section: Export) -> None:
-    """Write a GGUF file of a folder in the format `nemotron_h`.
+    """Write a GGUF file of a checkpoint in the format `nemotron_h`.
 
     Args:
-        folder: the checkpoint.
-        file: the file to write.
         pre_tokenizer: from `pre_tokenizer_of`.
-        section: the recipe's section `export`.
 
     Raises:
         RecipeError: as `find_converter`.

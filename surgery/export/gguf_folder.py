@@ -7,7 +7,7 @@ these files, so llama.cpp is not needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from surgery.errors import ModelError, RecipeError, reading
 from surgery.export import nemotron_h_folder
 from surgery.export.files import AGAIN, read_object
 from surgery.export.gguf_converter import convert, pre_tokenizer_of
-from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
+from surgery.export.nemotron_h_folder import plan_in as plan_in  # the format's functions are called by name
+from surgery.models.tensor_files import inventory, read_tensors, weight_files
 from surgery.recipe import Export
 
 _CONTROL = 3  # type of a special token in a GGUF file
@@ -69,14 +70,16 @@ _OF_EXPERTS = {  # fields of llama.cpp and of config.json
 _PERMUTED = {"q.weight": "num_attention_heads", "k.weight": "num_key_value_heads"}  # number of heads, in config.json
 
 
-def check_recipe(section: Export, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check before a run that the converter is there and takes the tokenizer.
+def checked_pre_tokenizer(section: Export, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return llama.cpp's name for the pre-tokenizer. Used before a run, too, to check that the converter is there.
 
     Raises:
         RecipeError: llama.cpp or the package `gguf` is missing, or no pre-tokenizer fits.
         ModelError: as `pre_tokenizer_of`.
     """
-    _checked_pre_tokenizer(section, tokenizer)
+    if find_spec("gguf") is None:
+        raise RecipeError("export.format", "gguf", "It needs the package gguf. Install it: pip install gguf.")
+    return pre_tokenizer_of(tokenizer, section)
 
 
 def check_base(config: PreTrainedConfig) -> None:
@@ -102,27 +105,26 @@ def check_base(config: PreTrainedConfig) -> None:
         raise RecipeError("export.format", "gguf", f"{fault} Set export.format: nemotron_h.")
 
 
-def _checked_pre_tokenizer(section: Export, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return llama.cpp's name for the pre-tokenizer. Raises as `check_recipe`."""
-    if find_spec("gguf") is None:
-        raise RecipeError("export.format", "gguf", "It needs the package gguf. Install it: pip install gguf.")
-    return pre_tokenizer_of(tokenizer, section)
-
-
 def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
     """Write the files of `nemotron_h`, and model.gguf.
 
     Raises:
         ModelError: no layers were inserted into the model, or the converter fails.
-        RecipeError: as `check_recipe` and `check_base`.
+        RecipeError: as `checked_pre_tokenizer` and `check_base`.
     """
     check_base(model.config)
-    pre_tokenizer = _checked_pre_tokenizer(section, tokenizer)
-    nemotron_h_folder.write_folder(model, tokenizer, folder, section.max_shard_size)
+    pre_tokenizer = checked_pre_tokenizer(section, tokenizer)
+    nemotron_h_folder.write_folder(model, tokenizer, folder, section)
     convert(folder, folder / FILE, pre_tokenizer, section)
 
 
-def verify_copy(folder: Path) -> dict[str, Any]:
+def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """As of `nemotron_h`, with `pre_tokenizer`. Also compares model.gguf with the other files."""
+    checked = nemotron_h_folder.compare_with_model(folder, model, tokenizer)
+    return {**checked, "pre_tokenizer": compare_with_files(folder)["pre_tokenizer"]}
+
+
+def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """Check a copy as `nemotron_h_folder.verify_copy` does, and compare model.gguf with its files.
 
     Raises:
@@ -229,32 +231,33 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Any]) -> None:
     config = read_object(folder, "config.json")
     regular = {path.name: path for path in folder.iterdir() if path.is_file()}
     stored = inventory(weight_files(regular.get))
-    names: dict[str, list[str]] = {}
-    for name, source in _names(stored):
-        names.setdefault(name, []).append(source)
-    for name in sorted(set(tensors) ^ set(names)):
-        raise ModelError(FILE, f"tensor {name}", f"It is {'missing' if name in names else 'not of the model'}. {AGAIN}")
+    sources: dict[str, list[str]] = {}  # names in the checkpoint by that in llama.cpp; experts by their numbers
+    for source in sorted(stored, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
+        sources.setdefault(_in_llama_cpp(source), []).append(source)
+    for name in sorted(set(tensors) ^ set(sources)):
+        fault = "missing" if name in sources else "not of the model"
+        raise ModelError(FILE, f"tensor {name}", f"It is {fault}. {AGAIN}")
     orders: dict[str, set[str]] = {}
-    for name, sources in names.items():
-        read = list(read_tensors([stored[source] for source in sources]))
+    for name, in_checkpoint in sources.items():
+        read = list(read_tensors([stored[source] for source in in_checkpoint]))
         expected = torch.stack(read) if "_exps." in name else read[0]
         found = torch.from_numpy(np.array(dequantize(tensors[name].data, tensors[name].tensor_type), dtype=np.float32))
         rounding = 1e-6 * name.endswith("ssm_a")  # exp may round differently on another machine
         same = {
             order
-            for order, tensor in _in_llama_cpp(name, expected.float(), config).items()
+            for order, tensor in _as_stored(name, expected.float(), config).items()
             if tensor.numel() == found.numel() and torch.allclose(found.flatten(), tensor, rtol=rounding, atol=0)
         }
         if not same:
-            several = " and the others" if len(sources) > 1 else ""
-            value = f"It differs from {sources[0]}{several} of the safetensors files. {AGAIN}"
+            several = " and the others" if len(in_checkpoint) > 1 else ""
+            value = f"It differs from {in_checkpoint[0]}{several} of the safetensors files. {AGAIN}"
             raise ModelError(FILE, f"tensor {name}", value)
         layer, _, kind = name.rpartition(".attn_")
         if kind in _PERMUTED and not orders.setdefault(layer, same) & same:
             raise ModelError(FILE, f"tensor {name}", f"Query and key have their channels in different orders. {AGAIN}")
 
 
-def _in_llama_cpp(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def _as_stored(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Flatten a tensor as llama.cpp stores it, in every order that computes the same.
 
     Its converter interleaves the two halves of the channels of query and key, for a position code that this model does
@@ -270,14 +273,11 @@ def _in_llama_cpp(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[
     return orders
 
 
-def _names(stored: Mapping[str, Stored]) -> Iterator[tuple[str, str]]:
-    """Yield the name in llama.cpp and the name in the checkpoint of every tensor, experts by their numbers."""
-    for source in sorted(stored, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
-        if source.startswith("backbone.layers."):
-            layer, inside = source.removeprefix("backbone.layers.").split(".", 1)
-            inside = re.sub(r"\.experts\.\d+\.", ".experts.*.", inside)
-            name = f"blk.{layer}.{_IN_LAYER.get(inside, inside)}"
-        else:
-            stem, _, last = source.rpartition(".")
-            name = f"{_NAMES.get(stem, stem)}.{last}"
-        yield name, source
+def _in_llama_cpp(source: str) -> str:
+    """Name in llama.cpp of a tensor of the checkpoint. Those of all experts have one name."""
+    if source.startswith("backbone.layers."):
+        layer, inside = source.removeprefix("backbone.layers.").split(".", 1)
+        inside = re.sub(r"\.experts\.\d+\.", ".experts.*.", inside)
+        return f"blk.{layer}.{_IN_LAYER.get(inside, inside)}"
+    stem, _, last = source.rpartition(".")
+    return f"{_NAMES.get(stem, stem)}.{last}"

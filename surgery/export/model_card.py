@@ -26,10 +26,7 @@ from surgery.recipe.yaml import load_yaml
 from surgery.report.results import entries, label_of, limits_of, measurements_of, own_data
 from surgery.report.templates import render
 from surgery.report.verdict import base_at_chance, verdict_of
-from surgery.types import HeadId, HeadSet, Plan, ScoredHead
-
-# Keys of an entry of results.json, with the metric's name on the Hub.
-_METRICS = (("accuracy", "accuracy"), ("perplexity", "perplexity"), ("nats", "loss"))
+from surgery.types import HeadId, HeadSet, Plan
 
 
 def model_card(
@@ -53,10 +50,14 @@ def model_card(
     """
     base_card = base_card or {}
     export_format: type[ExportFormat] = EXPORT_FORMATS[recipe.export.format]
+    license_entries, license_text = _license(recipe, plan, base_card)
+    data, located_on = recipe.locate.data, f"generated {recipe.locate.probe.label} prompts"
+    if data is not None:
+        located_on = f"prompts of {public_name(data.path)}" + (f" and {located_on}" if recipe.locate.generated else "")
     front = {
         **({"library_name": export_format.library} if export_format.library else {}),
         "pipeline_tag": "text-generation",
-        **_license(recipe, base_card),
+        **license_entries,
         **_origins(recipe, plan, base_card),
         "tags": [plan.grafts[0].site.kind, "hybrid", "retrieval", "ssm-surgery"],
         "model-index": eval_results_to_model_index(recipe.name, list(_measured(results, recipe))),
@@ -77,7 +78,7 @@ def model_card(
         "ranked": heads is not None and heads.method not in UNRANKED,
         "gloss": gloss_of(heads.method) if heads is not None else "",
         "head_seed": heads.seed if heads is not None else None,
-        "located_on": _located_on(recipe),
+        "located_on": located_on,
         "gap": (results.get("step_zero_gap") or {}).get("max_logit"),
         "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
         "verdict": verdict_of(results, recipe).sentence,
@@ -89,7 +90,7 @@ def model_card(
         "usage": export_format.usage,
         "chat_template": Path(recipe.export.chat_template).name if recipe.export.chat_template else None,
         "limits": limits_of(recipe, results),
-        "license": _license_text(recipe, plan, base_card),
+        "license": license_text,
         "recipe": to_yaml(public_recipe(recipe)),
         "version": __version__,
     }
@@ -115,38 +116,27 @@ def card_of(model: str, revision: str | None = None) -> dict[str, Any]:
     return {key: value for key, value, texts in parts if all(isinstance(text, str) for text in texts)}
 
 
-def _located_on(recipe: Recipe) -> str:
-    """Name the prompts that heads were selected on."""
-    data, generated = recipe.locate.data, f"generated {recipe.locate.probe.label} prompts"
-    if data is None:
-        return generated
-    return f"prompts of {public_name(data.path)}" + (f" and {generated}" if recipe.locate.generated else "")
+def _license(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """License entries of the front matter, and the sentence that says where they come from.
 
-
-def _license(recipe: Recipe, base_card: Mapping[str, Any]) -> dict[str, Any]:
-    """License entries of the front matter: those of the recipe, otherwise those of the base, otherwise `unknown`."""
+    They are those of the recipe, otherwise those of the base, otherwise `unknown`.
+    """
+    base = public_name(recipe.base.model)
     if recipe.export.license is not None:
-        return {"license": recipe.export.license}
-    if base_card.get("license", "unknown") == "unknown":
-        return {"license": "unknown"}
-    license = {key: base_card[key] for key in ("license", "license_name", "license_link") if base_card.get(key)}
-    base, link = public_name(recipe.base.model), str(license.get("license_link", ""))
-    if link and "://" not in link and "/" in base:
-        license["license_link"] = f"https://huggingface.co/{base}/blob/main/{link}"
-    return license
-
-
-def _license_text(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> str:
-    base, license = public_name(recipe.base.model), _license(recipe, base_card)
-    if recipe.export.license is not None:
-        text = f"{license['license']}, set in the recipe."
-    elif license["license"] != "unknown":
-        text = f"{license.get('license_name', license['license'])}, inherited from the card of {base}."
-    else:
+        entries: dict[str, Any] = {"license": recipe.export.license}
+        text = f"{recipe.export.license}, set in the recipe."
+    elif base_card.get("license", "unknown") == "unknown":
+        entries = {"license": "unknown"}
         text = f"**Unknown**: no card of {base} names a license. Look it up before you share this model."
+    else:
+        entries = {key: base_card[key] for key in ("license", "license_name", "license_link") if base_card.get(key)}
+        text = f"{entries.get('license_name', entries['license'])}, inherited from the card of {base}."
+        link = str(entries.get("license_link", ""))
+        if link and "://" not in link and "/" in base:
+            entries["license_link"] = f"https://huggingface.co/{base}/blob/main/{link}"
     if plan.teacher:
         text += f" The transplanted attention comes from {public_name(plan.teacher)}, whose license applies as well."
-    return text
+    return entries, text
 
 
 def _origins(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,41 +161,40 @@ def _spliced_heads(heads: HeadSet | None, plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     roles = {scored.head: scored.role for scored in heads.heads} if heads is not None else {}
     for graft in plan.grafts:
+        layer = graft.site.layer
         if graft.unit == "layer":
             donor = f"{graft.donors[0]} of {public_name(plan.teacher) if plan.teacher else 'a teacher'}"
-            rows.append((f"L{graft.site.layer}, the whole layer", graft.mode, donor, "", ""))
+            rows.append((f"L{layer}, the whole layer", graft.mode, donor, "", ""))
             continue
         for head, reads in zip(graft.heads, graft.reads, strict=True):
-            role = roles.get(HeadId(graft.site.layer, head), "unknown")
-            rows.append((f"L{graft.site.layer}H{head}", graft.how, graft.init, reads.replace("_", " "), role))
+            role = roles.get(HeadId(layer, head), "unknown")
+            rows.append((f"L{layer}H{head}", graft.how, graft.init, reads.replace("_", " "), role))
     return rows
 
 
 def _acts_by_measurement(heads: HeadSet | None) -> bool:
     """Whether the heads were ranked, and the answers lose margin without each of them, by its 95% interval."""
+    if heads is None or heads.method in UNRANKED:
+        return False
     effects = [column.name for column in all_columns().values() if column.effect == "loss"]
-
-    def lowest(head: ScoredHead) -> float:
-        return max((head.scores[name].low for name in effects if name in head.scores), default=0.0)
-
-    return heads is not None and heads.method not in UNRANKED and all(lowest(head) > 0 for head in heads.chosen)
+    lows = [[head.scores[name].low for name in effects if name in head.scores] for head in heads.chosen]
+    return all(max(of_head, default=0.0) > 0 for of_head in lows)
 
 
 def _measured(results: Mapping[str, Any], recipe: Recipe) -> Iterator[EvalResult]:
     """Yield the results of the hybrid for the front matter's model-index."""
     for path, entry in entries(results["arms"]["hybrid"]):
-        held_out = path[0] == "held_out"
-        harness = path[0] == "lm_eval"
-        names = (*_METRICS, ("score", path[-1]))
-        metric, value = next((name, entry[unit]) for unit, name in names if unit in entry)
-        kind = path[1] if (held_out or harness) and len(path) > 1 else f"ssm-surgery-{path[0]}"
+        kind, made = path[0], path[0] not in ("held_out", "lm_eval")
+        # The entry's key, with the metric's name on the Hub.
+        names = (("accuracy", "accuracy"), ("perplexity", "perplexity"), ("nats", "loss"), ("score", path[-1]))
+        metric, value = next((name, entry[key]) for key, name in names if key in entry)
         interval = {"interval": "95% Wilson", "low": entry["low"], "high": entry["high"]} if "low" in entry else None
         yield EvalResult(
             task_type="text-generation",
-            dataset_name=label_of(path, entry) + ("" if held_out or harness else " (generated probe)"),
-            dataset_type=kind,
+            dataset_name=label_of(path, entry) + (" (generated probe)" if made else ""),
+            dataset_type=f"ssm-surgery-{kind}" if made or len(path) == 1 else path[1],
             dataset_config="/".join(path[1:]) or "default",
-            dataset_split="held-out" if held_out else "evaluate",
+            dataset_split="held-out" if kind == "held_out" else "evaluate",
             dataset_args={"seed": recipe.seed, **({"prompts": entry["n"]} if "n" in entry else {})},
             metric_type=metric,
             metric_value=value,

@@ -16,11 +16,11 @@ from surgery.files.atomic import write_text
 from surgery.models.inserted import CLASS, has_inserted, portable_config
 from surgery.models.loading import load_config
 from surgery.models.spliced import plan_of_hybrid
-from surgery.recipe import Base
+from surgery.recipe import Base, Export
 from surgery.types import Plan
 
 
-def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, max_shard_size: str) -> None:
+def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
     """Write weights, config and tokenizer.
 
     Raises:
@@ -28,21 +28,25 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     """
     if not has_inserted(model.config) or not isinstance(model.config, NemotronHConfig):
         hint = "This format holds models with inserted layers. Set splice.form: block or pair, or export.format: "
-        hint += "transformers."
-        raise ModelError("export.format", f"nemotron_h for a {model.config.model_type}", hint)
-    transformers_folder.write_folder(model, tokenizer, folder, max_shard_size)
+        raise ModelError("export.format", f"nemotron_h for a {model.config.model_type}", hint + "transformers.")
+    transformers_folder.write_folder(model, tokenizer, folder, section)
     data = portable_config(read_object(folder, "config.json"), model.config)
     write_text(folder / "config.json", json.dumps(data, indent=2, sort_keys=True) + "\n")
 
 
-def plan_in(folder: Path) -> tuple[str, Plan] | None:
-    """Read the plan from config.json; None if nothing was inserted."""
+def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """As `transformers_folder.compare_with_model`, without remote code."""
+    return transformers_folder.compare_with_model(folder, model, tokenizer, remote_code=False)
+
+
+def plan_in(folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] | None:
+    """Read the plan from config.json; None if nothing was inserted. There is no code to trust."""
     config = _load_config(folder)
     with reading("config.json", None, AGAIN):
         return ("config.json", plan_of_hybrid(config, "")) if has_inserted(config) else None
 
 
-def verify_copy(folder: Path) -> dict[str, Any]:
+def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """Check a copy: tensors, the class, and the logits in a process without this library and without remote code.
 
     Returns:
@@ -59,9 +63,9 @@ def verify_copy(folder: Path) -> dict[str, Any]:
     if data.get("architectures") != [CLASS] or data.get("auto_map"):
         value = f"architectures {data.get('architectures')}, auto_map {data.get('auto_map')}"
         raise ModelError("config.json", value[:200], f"An export in this format names {CLASS} and no code. {AGAIN}")
-    report = {"tensors": check_tensors(folder, config)}
+    tensors = check_tensors(folder, config)
     check_generation_config(folder)
-    return {**report, **reload_and_compare(folder, folder, config, remote_code=False)}
+    return {"tensors": tensors, **reload_and_compare(folder, folder, config, remote_code=False)}
 
 
 def _load_config(folder: Path) -> PreTrainedConfig:

@@ -52,11 +52,11 @@ def nearest_rule(tokenizer: PreTrainedTokenizerBase) -> tuple[str, float, str]:
     """
     own = _backend(tokenizer)
     texts = list(_texts(own))
-    expected = [encoding.ids for encoding in own.encode_batch(texts, add_special_tokens=False)]
+    expected = own.encode_batch(texts, add_special_tokens=False)
     best = ("", -1.0, "")
     for name in RULES:
         found = _with_rule(own, name).encode_batch(texts, add_special_tokens=False)
-        wrong = [text for text, ids, other in zip(texts, expected, found, strict=True) if ids != other.ids]
+        wrong = [text for text, one, other in zip(texts, expected, found, strict=True) if one.ids != other.ids]
         share = 1 - len(wrong) / len(texts)
         if share > best[1]:
             best = (name, share, min(wrong, key=len, default=""))

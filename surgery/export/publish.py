@@ -9,19 +9,14 @@ from __future__ import annotations
 import json
 import math
 import time
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    get_token,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -42,6 +37,8 @@ from surgery.files.secret_scan import findings, redacted
 TRIES = 4
 LONGEST_WAIT = 300.0  # seconds; if the Hub asks for more, the command fails
 _ONE_DAY = 86_400
+# They reverse the text that a terminal shows around them.
+_BIDI = {*map(chr, range(0x202A, 0x202F)), *map(chr, range(0x2066, 0x206A))}
 
 T = TypeVar("T")
 
@@ -103,45 +100,43 @@ def publish(
         ModelError: the folder does not verify, or the Hub returns other bytes.
         SurgeryError: no token, an invalid name, a local path or a token in a file, or an error of the Hub.
     """
-    folder = Path(folder)
     check_request(repo_id, revision, pull_request, message)
     token = get_token()
     if token is None:
-        raise SurgeryError(
-            "token", "none", "Log in with `hf auth login`, or set HF_TOKEN to a token with write access."
-        )
-    sums, export_format = check_publishable(folder, trust_remote_code, plugins, say)
-    files = {name: folder / name for name in sums}
-    hub = _Hub(HfApi(endpoint=endpoint, token=token), repo_id, revision or "main", token, say, sleep)
+        hint = "Log in with `hf auth login`, or set HF_TOKEN to a token with write access."
+        raise SurgeryError("token", "none", hint)
+    sums, export_format = check_publishable(Path(folder), trust_remote_code, plugins, say)
+    loadable = (*LOADABLE, *export_format.loadable)
+    api = HfApi(endpoint=endpoint, token=token)
+    hub = _Hub(api, token, repo_id, revision or "main", Path(folder), sums, loadable, say, sleep)
     private = hub.prepare(public)
     title = message or f"Hybrid exported by ssm-surgery {__version__}"
-    loadable = (*LOADABLE, *export_format.loadable)
-    done = hub.retry("upload the files", lambda: hub.upload(files, sums, title, pull_request, loadable))
+    done = hub.retry("upload the files", lambda: hub.upload(title, pull_request))
     what = f"uploaded {len(done.sent)} files" if done.sent or done.removed else "the Hub has all files"
     say(f"{what}: commit {done.commit}")
-    hub.check(sums, done.commit)
+    hub.check(done.commit)
     say(f"downloaded {len(sums)} files: every sha256 matches")
     return Published(repo_id, private, done.commit, done.url, done.sent, done.removed, done.kept, len(sums))
 
 
 def check_request(repo_id: str, revision: str | None, pull_request: bool, message: str | None) -> None:
     """Raise SurgeryError for options that the Hub would refuse, or that would publish a token."""
+    reason = "" if repo_id.count("/") == 1 else "Use OWNER/NAME, for example my-org/my-hybrid."
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        reason = str(error).splitlines()[0]
-        hint = "Use OWNER/NAME, for example my-org/my-hybrid." if repo_id.count("/") > 1 else reason
-        raise SurgeryError("ORG/NAME", repo_id, hint) from None
-    if "/" not in repo_id:
-        raise SurgeryError("ORG/NAME", repo_id, "Use OWNER/NAME, for example my-org/my-hybrid.")
+        reason = reason or str(error).splitlines()[0]
+    if reason:
+        raise SurgeryError("ORG/NAME", repo_id, reason)
     if pull_request and revision is not None:
-        raise SurgeryError(
-            "--pr", f"with --revision {revision}", "A pull request is opened against main. Remove one of the options."
-        )
-    for option, text in (("--message", message), ("--revision", revision)):
-        if text is not None and not text.replace("\n", "").isprintable():
-            raise SurgeryError(option, ascii(text), "It has control characters. Remove them.")
-        for _, value, _ in findings(text or "", (), known_secrets()):
+        hint = "A pull request is opened against main. Remove one of the options."
+        raise SurgeryError("--pr", f"with --revision {revision}", hint)
+    for option, text in (("--message", message or ""), ("--revision", revision or "")):
+        for char in text:
+            if (unicodedata.category(char) in ("Cc", "Cs") and char not in "\t\n") or char in _BIDI:
+                hint = f"It has the control character U+{ord(char):04X}, which a terminal may obey. Remove it."
+                raise SurgeryError(option, ascii(text), hint)
+        for _, value, _ in findings(text, (), known_secrets()):
             raise SurgeryError(option, value, "It would be published. Remove it, and revoke a token.")
 
 
@@ -156,12 +151,20 @@ class _Upload:
 
 @dataclass(frozen=True)
 class _Hub:
-    """One repository on the Hub, accessed with retries."""
+    """One repository on the Hub, accessed with retries, and the folder to publish there.
+
+    Attributes:
+        sums: SHA-256 of the files to publish, by name.
+        loadable: other files with these suffixes are removed from the repository.
+    """
 
     api: HfApi
+    token: str
     repo_id: str
     revision: str
-    token: str
+    folder: Path
+    sums: Mapping[str, str]
+    loadable: tuple[str, ...]
     say: Callable[[str], None]
     sleep: Callable[[float], None]
 
@@ -201,34 +204,28 @@ class _Hub:
             self.retry(doing, lambda: self.api.create_branch(self.repo_id, branch=self.revision, exist_ok=True))
         return private
 
-    def upload(
-        self,
-        files: Mapping[str, Path],
-        sums: Mapping[str, str],
-        title: str,
-        pull_request: bool,
-        loadable: tuple[str, ...],
-    ) -> _Upload:
+    def upload(self, title: str, pull_request: bool) -> _Upload:
         """Upload new and changed files in one commit. Commits nothing if the revision has all files already.
 
-        The step can be repeated: it finds its own commit if the Hub's response was lost.
-
-        Args:
-            loadable: other files with these suffixes are removed from the repository.
+        The step can be repeated: it finds its own commit, or its pull request, if the Hub's response was lost.
         """
-        new, removed, kept = self._changes(files, sums, self.revision, loadable)
+        new, removed, kept = self._changes(self.revision)
         if not new and not removed:
             return self._head(self.revision, kept)
-        if pull_request and (opened := self._open_request(files, sums, title, loadable)) is not None:
-            return opened
-        total = sum(files[name].stat().st_size for name in new)
+        if pull_request:
+            kinds = {"discussion_type": "pull_request", "discussion_status": "open"}
+            for request in self.api.get_repo_discussions(self.repo_id, **kinds):
+                if request.title == title and request.git_reference is not None:
+                    missing, extra, others = self._changes(request.git_reference)
+                    if not missing and not extra:
+                        return self._head(request.git_reference, others, request.url)
+        total = sum((self.folder / name).stat().st_size for name in new)
         self.say(f"uploading {len(new)} files, {total:,} bytes; content that the Hub has is not sent again")
-        adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=files[name]) for name in new]
-        deletes = [CommitOperationDelete(path_in_repo=name) for name in removed]
+        adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=self.folder / name) for name in new]
         for add in adds:
-            if add.upload_info.sha256.hex() != sums[add.path_in_repo]:
+            if add.upload_info.sha256.hex() != self.sums[add.path_in_repo]:
                 raise ModelError(add.path_in_repo, "changed during the checks", "Publish the folder again.")
-        changes = [*adds, *deletes]
+        changes = [*adds, *(CommitOperationDelete(path_in_repo=name) for name in removed)]
         try:
             done = self.api.create_commit(
                 self.repo_id, changes, commit_message=title, revision=self.revision, create_pr=pull_request
@@ -240,50 +237,45 @@ class _Hub:
             raise ModelError("README.md", text, "Correct its front matter.") from None
         return _Upload(done.oid, done.pr_url or done.commit_url, tuple(new), tuple(removed), tuple(kept))
 
-    def _changes(
-        self, files: Mapping[str, Path], sums: Mapping[str, str], revision: str, loadable: tuple[str, ...]
-    ) -> tuple[list[str], list[str], list[str]]:
+    def _changes(self, revision: str) -> tuple[list[str], list[str], list[str]]:
         """Names of the files to upload, of files of another export to remove, and of other files in the repository."""
         listed = self.api.list_repo_tree(self.repo_id, recursive=True, revision=revision)
         remote = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
-        new = [name for name in files if name not in remote or not _is_same(remote[name], files[name], sums[name])]
-        others = [name for name in sorted(remote) if name not in files and name != ".gitattributes"]
-        removed = [name for name in others if name.endswith(loadable)]
+        new = [name for name in self.sums if name not in remote or not self._is_same(name, remote[name])]
+        others = [name for name in sorted(remote) if name not in self.sums and name != ".gitattributes"]
+        removed = [name for name in others if name.endswith(self.loadable)]
         return new, removed, [name for name in others if name not in removed]
+
+    def _is_same(self, name: str, remote: RepoFile) -> bool:
+        """Whether a file on the Hub has the content of the local one."""
+        path = self.folder / name
+        if remote.size != path.stat().st_size:
+            return False
+        if remote.lfs is not None:
+            return remote.lfs.sha256 == self.sums[name]
+        return remote.blob_id == git_hash(path.read_bytes())
 
     def _head(self, revision: str, kept: list[str], url: str | None = None) -> _Upload:
         commit = self.api.model_info(self.repo_id, revision=revision).sha
         return _Upload(commit, url or f"{self.api.endpoint}/{self.repo_id}/commit/{commit}", kept=tuple(kept))
 
-    def _open_request(
-        self, files: Mapping[str, Path], sums: Mapping[str, str], title: str, loadable: tuple[str, ...]
-    ) -> _Upload | None:
-        """Find an open pull request with this title and these files, such as one from an interrupted call."""
-        requests = self.api.get_repo_discussions(self.repo_id, discussion_type="pull_request", discussion_status="open")
-        for request in requests:
-            if request.title == title and request.git_reference is not None:
-                new, removed, kept = self._changes(files, sums, request.git_reference, loadable)
-                if not new and not removed:
-                    return self._head(request.git_reference, kept, request.url)
-        return None
-
-    def check(self, sums: Mapping[str, str], commit: str) -> None:
+    def check(self, commit: str) -> None:
         """Download every file of a commit, each into a temporary cache, and compare its sha256.
 
         Raises:
             ModelError: names the first file that is missing or different.
         """
-        for name, expected in sums.items():
-            with TemporaryDirectory() as cache:
-                digest = self.retry(f"download {name}", lambda: self._download(name, commit, cache))  # noqa: B023
+        for name, expected in self.sums.items():
+            digest = self.retry(f"download {name}", lambda: self._downloaded(name, commit))  # noqa: B023
             if digest != expected:
                 value = f"the Hub returned other bytes (sha256 {digest}, expected {expected})"
                 raise ModelError(name, value, "Publish again. If that fails too, delete the file on the Hub first.")
 
-    def _download(self, name: str, commit: str, cache: str) -> str:
+    def _downloaded(self, name: str, commit: str) -> str:
         """SHA-256 of a file of the commit."""
         try:
-            return sha256_of(Path(self.api.hf_hub_download(self.repo_id, name, revision=commit, cache_dir=cache)))
+            with TemporaryDirectory() as cache:
+                return sha256_of(Path(self.api.hf_hub_download(self.repo_id, name, revision=commit, cache_dir=cache)))
         except RemoteEntryNotFoundError:
             hint = "If the repository's .gitignore excludes it, change that on the Hub and publish again."
             raise ModelError(name, "missing on the Hub after the commit", hint) from None
@@ -304,8 +296,8 @@ class _Hub:
             return SurgeryError("HF_HUB_OFFLINE", "1", "Publishing needs the Hub. Unset HF_HUB_OFFLINE.")
         if isinstance(error, HfHubHTTPError):
             status, wait = error.response.status_code, _retry_after(error)
-            soon = wait is not None and 0 < wait <= _ONE_DAY
-            again = f"Run the same command again {f'in {math.ceil(wait)} s' if wait and soon else 'later'}: it resumes."
+            when = f"in {math.ceil(wait)} s" if wait and wait <= _ONE_DAY else "later"
+            again = f"Run the same command again {when}: it resumes."
             hint = again if status == 429 or status >= 500 else _HINTS.get(status, "See the answer of the Hub.")
             return SurgeryError("token" if status == 401 else self.repo_id, value, hint)
         if "xet" in value:
@@ -336,15 +328,11 @@ def _cause(error: Exception) -> Exception:
 
 
 def _retry_after(error: HfHubHTTPError) -> float | None:
-    """Seconds that the Hub asks to wait, as a number or a date; None if it asks for nothing that can be read."""
-    text = error.response.headers.get("Retry-After", "")
+    """Seconds that the Hub asks to wait; None without a number. Like huggingface_hub, it reads no date."""
     try:
-        seconds = float(text)
+        seconds = float(error.response.headers.get("Retry-After", ""))
     except ValueError:
-        try:
-            seconds = parsedate_to_datetime(text).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
+        return None
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
@@ -356,10 +344,3 @@ def _wait(error: Exception, attempt: int) -> float | None:
         return (_retry_after(error) or usual) if status in (408, 409, 412, 429) or status >= 500 else None
     # A response that is not JSON comes from a proxy, or from a Hub that is down.
     return usual if isinstance(error, HTTPError | json.JSONDecodeError) else None
-
-
-def _is_same(remote: RepoFile, path: Path, sha256: str) -> bool:
-    """True if a file on the Hub has the content of a local one."""
-    if remote.size != path.stat().st_size:
-        return False
-    return remote.lfs.sha256 == sha256 if remote.lfs is not None else remote.blob_id == git_hash(path.read_bytes())

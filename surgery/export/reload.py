@@ -106,16 +106,12 @@ def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str], remote_code: boo
         command = [sys.executable, "-c", RELOAD, str(folder.resolve()), str(prompts), str(results), SAMPLE]
         command += ["" if remote_code else kernels.__file__, *dtypes]
         extra = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment_without_secrets(extra), cwd=scratch
-        )
+        environment = environment_without_secrets(extra)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=scratch)
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ModelError(
-                "reloading",
-                last[:300],
-                "The folder does not load in stock transformers. Export again, or download it again.",
-            )
+            hint = "The folder does not load in stock transformers. Export again, or download it again."
+            raise ModelError("reloading", last[:300], hint)
         return load_file(results)
 
 
@@ -209,9 +205,8 @@ def compare(reference: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], dty
             break
         if new[agree : agree + 1] != [expected]:
             value = f"generated token {agree} differs from the stored reference"
-            raise ModelError(
-                "reloading", value, "Decoding differs from that at export: check the versions in export.json."
-            )
+            hint = "Decoding differs from that at export: check the versions in export.json."
+            raise ModelError("reloading", value, hint)
         agree += 1
     return difference, agree
 

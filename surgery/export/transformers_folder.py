@@ -36,11 +36,11 @@ from surgery.models.loading import load_config
 from surgery.models.lookup import family_of, structure_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files
-from surgery.recipe import Base
+from surgery.recipe import Base, Export
 from surgery.types import Plan
 
 
-def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, max_shard_size: str) -> None:
+def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
     """Write weights, config, modelling files and tokenizer.
 
     Raises:
@@ -56,7 +56,7 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     if getattr(model.config, "splice", None):
         model.config.splice_version = SPLICE_VERSION
     try:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        model.save_pretrained(folder, max_shard_size=section.max_shard_size)
     except ValueError as error:  # a plugin's class whose file cannot be shipped
         raise ModelError("export", type(model).__name__, str(error)) from error
     tokenizer.save_pretrained(folder)
@@ -91,9 +91,8 @@ def compare_with_model(
         text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0)
     difference = float((logits - reloaded["auto.logits"]).abs().max())
     if difference != 0 or not torch.equal(text, reloaded["auto.text"]):
-        raise ModelError(
-            "export", f"logits differ by {difference}", "The reloaded folder must reproduce the model exactly."
-        )
+        hint = "The reloaded folder must reproduce the model exactly."
+        raise ModelError("export", f"logits differ by {difference}", hint)
     if "tokenizer" in reloaded and reloaded["tokenizer"].tolist() != tokenizer(SAMPLE)["input_ids"]:
         value = f"the reloaded tokenizer encodes {SAMPLE!r} as other tokens"
         raise ModelError("tokenizer", value, "Set base.tokenizer to one that transformers saves without loss.")
@@ -132,14 +131,13 @@ def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]
     """
     config = _load_config(folder, trust_remote_code)
     if not getattr(config, "splice", None):
-        raise ModelError(
-            "FOLDER", f"{folder} ({config.model_type})", "It is a plain model: nothing is spliced into it."
-        )
-    report: dict[str, Any] = {"tensors": check_tensors(folder, config)}
+        hint = "It is a plain model: nothing is spliced into it."
+        raise ModelError("FOLDER", f"{folder} ({config.model_type})", hint)
+    tensors = check_tensors(folder, config)
     check_generation_config(folder)
     modules = check_code(folder, config, trust_remote_code)
     with nullcontext(folder) if trust_remote_code else private_copy(folder, config, modules) as checked:
-        return {**report, **reload_and_compare(folder, checked, config)}
+        return {"tensors": tensors, **reload_and_compare(folder, checked, config)}
 
 
 def reload_and_compare(
@@ -159,19 +157,18 @@ def reload_and_compare(
     Raises:
         ModelError: the copy does not load or computes something else.
     """
-    report: dict[str, Any] = {}
-    not_checked = []
+    report: dict[str, Any] = {"not_checked": []}
     has_reference = (folder / REFERENCE).is_file()
     reference = read_reference(folder / REFERENCE, config.vocab_size) if has_reference else {}
-    ids = reference.get("ids", prompt_ids(config.vocab_size))
-    reloaded = reload(checked, ids, ("float32",), remote_code)
+    reloaded = reload(checked, reference.get("ids", prompt_ids(config.vocab_size)), ("float32",), remote_code)
     if reference:
         report["max_logit_difference"], report["generated_tokens"] = compare(reference, reloaded, "float32")
     else:
-        not_checked.append(f"logits and generation: {REFERENCE} is absent. The folder loads and generates")
+        absent = f"logits and generation: {REFERENCE} is absent. The folder loads and generates"
+        report["not_checked"].append(absent)
     if "tokenizer" not in reloaded:
-        not_checked.append("tokenizer: it is absent or needs code of its own")
-    return {**report, "not_checked": not_checked}
+        report["not_checked"].append("tokenizer: it is absent or needs code of its own")
+    return report
 
 
 def _load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
@@ -257,16 +254,15 @@ def _check_index(folder: Path, stored: Mapping[str, Stored]) -> None:
         return
     index = read_object(folder, path.name)
     with reading(path.name, None, AGAIN):
-        for name in sorted(set(index["weight_map"]) ^ set(stored)):
-            where = "is in no file" if name in index["weight_map"] else "is not in the index"
-            raise ModelError(path.name, f"{name} {where}", AGAIN)
-        for name, file in index["weight_map"].items():
+        places, sizes = index["weight_map"], sum(tensor.bytes for tensor in stored.values())
+        for name in sorted(set(places) ^ set(stored)):
+            raise ModelError(path.name, f"{name} is {'in no file' if name in places else 'not in the index'}", AGAIN)
+        for name, file in places.items():
             if stored[name].file.name != file:
                 raise ModelError(path.name, f"{name} is in {stored[name].file.name}, not in {file}", AGAIN)
-        size = sum(tensor.bytes for tensor in stored.values())
-        total = index.get("metadata", {}).get("total_size", size)
-        if total != size:
-            raise ModelError(path.name, f"total_size {total}", f"The tensors have {size} bytes. {AGAIN}")
+        total = index.get("metadata", {}).get("total_size", sizes)
+        if total != sizes:
+            raise ModelError(path.name, f"total_size {total}", f"The tensors have {sizes} bytes. {AGAIN}")
 
 
 def _check_silence(config: PreTrainedConfig, stored: Mapping[str, Stored]) -> None:

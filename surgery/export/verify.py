@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,21 +58,18 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
     folder = Path(folder)
     record = _read_record(folder)
     export_format = format_of(record, plugins)
-    report: dict[str, Any] = {"format": export_format.name, "files": None, "tensors": None}
+    report: dict[str, Any] = {"format": export_format.name, "tensors": None}
     with reading(RECORD, None, AGAIN):
         not_checked = check_files(folder, record.get("files"), export_format.loadable)
         report["files"] = len(record["files"])
-    with _naming(export_format):
+    # An exception of a plugin names its format. One of this library is a bug to report.
+    name, is_plugin = f"format {export_format.name}", plugin_of(export_format) is not None
+    with reading(name, None, AGAIN) if is_plugin else nullcontext():
         stated = export_format.read_plan(folder, trust_remote_code)
     report["agree"], absent = check_documents(folder, stated)
-    with _naming(export_format):
+    with reading(name, None, AGAIN) if is_plugin else nullcontext():
         checked = export_format.verify(folder, trust_remote_code)
     return {**report, **checked, "not_checked": [*not_checked, *absent, *checked.get("not_checked", ())]}
-
-
-def _naming(export_format: ExportFormat) -> AbstractContextManager[None]:
-    """Convert errors of a plugin to a ModelError that names the format. Errors of this library are bugs to report."""
-    return reading(f"format {export_format.name}", None, AGAIN) if plugin_of(export_format) else nullcontext()
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
@@ -126,7 +123,7 @@ def check_publishable(
 
 
 _MAX_FINDINGS = 8  # in one error
-_BINARY = (".safetensors", ".gguf", ".png", ".model")
+_NOT_SEARCHED = (".safetensors", ".gguf", ".png", ".model")
 # Their words may look like local paths.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "vocab.txt")
 
@@ -138,15 +135,13 @@ def _check_private(folder: Path, names: Iterable[str]) -> None:
         SurgeryError: names file and line of the first finding, and the files of the others. It does not print a token.
     """
     places = {str(p) for p in (Path.home(), Path.cwd(), folder.absolute(), folder.resolve())} - {"/"}
-    texts = {f"name of {shown(name)}": f" {name}" for name in names}
+    secrets, found = known_secrets(), []
     for name in names:
-        if not name.lower().endswith(_BINARY) and name not in _VOCABULARIES:
-            texts[name] = (folder / name).read_text(encoding="utf-8", errors="replace")
-    found = [
-        (f"{where}:{line}" if where in names else where, value, hint)
-        for where, text in texts.items()
-        for line, value, hint in findings(text, places, known_secrets())
-    ]
+        found += [(f"name of {shown(name)}", value, hint) for _, value, hint in findings(f" {name}", places, secrets)]
+    for name in names:
+        if not name.lower().endswith(_NOT_SEARCHED) and name not in _VOCABULARIES:
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            found += [(f"{name}:{line}", value, hint) for line, value, hint in findings(text, places, secrets)]
     if found:
         where, value, hint = found[0]
         more = sorted({other for other, *_ in found} - {where})[:_MAX_FINDINGS]

@@ -71,7 +71,38 @@ def analyse(
     """
     with hold(folder):
         replaced = _check_folder(recipe, folder, overwrite, file)
-        return _analyse(recipe, folder, replaced, progress)
+        config, teacher_config, sweeps, single = _checked_changes(recipe)
+        if replaced:
+            remove(folder, _WRITTEN)
+        write_text(folder / "recipe.yaml", to_yaml(recipe))
+        mark(folder, "analysis")
+        table, pruned = _Table(recipe, folder), sweeps.get("prune", [])
+        arms = _score(table, [None, *pruned], {}, progress)
+        minimal = None
+        if pruned:
+            minimal = minimal_model(arms, [c.name for c in pruned], config.num_hidden_layers, recipe.margin)
+        sweeps, single = expand(recipe, config, minimal["layers"] if minimal else None)
+        rest = [*single, *(c for kind, changes in sweeps.items() if kind != "prune" for c in changes)]
+        for change in rest:
+            check_change(change, config, recipe.teacher, teacher_config)
+        arms = _score(table, rest, arms, progress)
+        results = {
+            "model": recipe.base.model,
+            "revision": table.revision,
+            "seed": recipe.seed,
+            "changes": {c.name: c.model_dump(mode="json", exclude_defaults=True) for c in (*pruned, *rest)},
+            "sweeps": {kind: [change.name for change in changes] for kind, changes in sweeps.items()},
+            "minimal": minimal,
+            "chance": _chance(table.prompts),
+            "tasks": side_by_side(arms),
+            "arms": {name: arm.summary for name, arm in arms.items()},
+            "base_is_better": {n: p_values({"base": arms["base"], n: arms[n]}, n) for n in arms if n != "base"},
+            "better_than_base": p_values(arms, "base"),
+        }
+        with new_folder(folder / "figures") as figures:
+            _draw(results, [change.name for change in single], figures)
+        write_json(folder / "analysis.json", results)
+        return results
 
 
 def check_without_weights(recipe: AnalysisRecipe) -> list[str]:
@@ -103,37 +134,6 @@ def _checked_changes(
     for change in (*single, *(c for changes in sweeps.values() for c in changes)):
         check_change(change, config, recipe.teacher, teacher_config)
     return config, teacher_config, sweeps, single
-
-
-def _analyse(recipe: AnalysisRecipe, folder: Path, replaced: bool, progress: Tick | None) -> dict[str, Any]:
-    config, teacher_config, sweeps, single = _checked_changes(recipe)
-    if replaced:
-        remove(folder, _WRITTEN)
-    write_text(folder / "recipe.yaml", to_yaml(recipe))
-    mark(folder, "analysis")
-    table = _Table(recipe, folder)
-    pruned = sweeps.get("prune", [])
-    arms = _score(table, [None, *pruned], {}, progress)
-    minimal = minimal_model(arms, [c.name for c in pruned], config.num_hidden_layers, recipe.margin) if pruned else None
-    sweeps, single = expand(recipe, config, minimal["layers"] if minimal else None)
-    rest = [*single, *(c for kind, changes in sweeps.items() if kind != "prune" for c in changes)]
-    for change in rest:
-        check_change(change, config, recipe.teacher, teacher_config)
-    arms = _score(table, rest, arms, progress)
-    results = {
-        "model": recipe.base.model,
-        "revision": table.revision,
-        "seed": recipe.seed,
-        "changes": {c.name: c.model_dump(mode="json", exclude_defaults=True) for c in (*pruned, *rest)},
-        "sweeps": {kind: [change.name for change in changes] for kind, changes in sweeps.items()},
-        "minimal": minimal,
-        "chance": _chance(table.prompts),
-        **_results(arms),
-    }
-    with new_folder(folder / "figures") as figures:
-        _draw(results, [change.name for change in single], figures)
-    write_json(folder / "analysis.json", results)
-    return results
 
 
 _WRITTEN = ("arms", "figures", "analysis.json", "recipe.yaml")
@@ -292,17 +292,6 @@ def side_by_side(arms: Mapping[str, Arm]) -> dict[str, dict[str, Any]]:
     return table
 
 
-def _results(arms: Mapping[str, Arm]) -> dict[str, Any]:
-    """Assemble the table, the full results of every arm, and p-values of every task in both directions."""
-    others = [name for name in arms if name != "base"]
-    return {
-        "tasks": side_by_side(arms),
-        "arms": {name: arm.summary for name, arm in arms.items()},
-        "base_is_better": {name: p_values({"base": arms["base"], name: arms[name]}, name) for name in others},
-        "better_than_base": p_values(arms, "base"),
-    }
-
-
 def _chance(prompts: PromptSet) -> dict[str, float]:
     """Accuracy of random guesses, by group of tasks."""
     shares: dict[str, list[float]] = {}
@@ -321,15 +310,9 @@ def _draw(results: Mapping[str, Any], single: Sequence[str], folder: Path) -> No
         tasks_by_part("tasks_by_arm", tasks["base"], {name: tasks[name] for name in single}, chance, folder)
         accuracy_by_pairs({name: results["arms"][name]["kv_retrieval"] for name in ("base", *single)}, folder)
     for kind, names in results["sweeps"].items():
-        sites = {_site(name): tasks[name] for name in (reversed(names) if kind == "prune" else names)}
+        sites = {}  # by the layer or head that an arm changes: 3 for `prune_03`, L1H2 for `disable_l1h2`
+        for name in reversed(names) if kind == "prune" else names:
+            last = name.rpartition("_")[2]
+            sites[str(int(last)) if last.isdigit() else last.upper()] = tasks[name]
         minimal = results["minimal"]["layers"] if kind == "prune" else None
         tasks_by_part(kind, tasks["base"], sites, chance, folder, minimal)
-
-
-def _site(arm: str) -> str:
-    """Layer or head that an arm of a sweep changes: 3 for `prune_03`, L1H2 for `disable_l1h2`."""
-    last = arm.rpartition("_")[2]
-    return str(int(last)) if last.isdigit() else last.upper()
-
-
-__all__ = ["analyse", "check_change", "expand", "group", "minimal_model", "right", "side_by_side"]

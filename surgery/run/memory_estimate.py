@@ -245,9 +245,10 @@ def _source_cost(runner: _Runner, frozen: _Runner | None, targets: Targets, samp
     def losses() -> list[Tensor]:
         batch = sample.batch.to("meta")  # inside `measure`, which keeps the values of integers
         read = None if rows is None else rows.to("meta")
-        found = targets.weighted_losses(outputs, {0: sample.source}, batch, rows=read)
+        found = targets.weighted_losses(outputs, {0: sample.source}, batch, counts, rows=read)
         return [torch.stack(list(found.values())).sum()]
 
+    counts = {(0, name): 1.0 for name in names}  # they change no cost
     teacher = targets.teacher.model if targets.teacher is not None else None
     with torch_scans(teacher):
         loss = measure(losses, teacher)

@@ -24,8 +24,8 @@ from surgery.run.stage import Stage
 from surgery.run.watch import Watch
 from surgery.run.without_weights import check_installed
 from surgery.splice.plan import check_not_spliced
-from surgery.train.compiling import check_compiler
 from surgery.train.lora import adapter_targets, refused_by_peft
+from surgery.train.numerics import check_compiler
 from surgery.train.optimizer import learning_rates_text
 from surgery.train.plateau import plateau_to_json
 from surgery.train.teacher import check_teacher, check_tokenizers

@@ -10,8 +10,8 @@ from surgery.recipe import Train
 from surgery.run.context import Run
 from surgery.run.located_prompts import located_prompts
 from surgery.scoring.ranking import answer_choices
+from surgery.train.numerics import autocast, precision_of
 from surgery.train.plateau import LAST_STEP, stage_lengths
-from surgery.train.precision import autocast, precision_of
 
 _WATCHED = 64  # prompts of one measurement during training
 

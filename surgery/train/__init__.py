@@ -1,1 +1,1 @@
-"""Train a hybrid, its control, or a base."""
+"""Training: `training` runs the stages, `trainer` the steps of one, `micro_batches` and `targets` what is in a step."""

@@ -1,9 +1,7 @@
-"""Checkpoints to resume from: `step_*/`, written atomically. The two newest are kept.
+"""Checkpoints to resume from: `step_*/`, written atomically by the main process. The two newest are kept.
 
-A checkpoint that cannot be read is renamed to `broken_step_*`, and the one before it is used. Its files are:
-
-    model.safetensors, optimizer.pt, state.json       whole weights, written by the main process
-    shards/, state.json                               sharded weights, each written by its own process
+Each holds model.safetensors, optimizer.pt and state.json. Sharded tensors are gathered one at a time, so any number of
+processes can resume. A checkpoint that cannot be read is renamed to `broken_step_*`, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -11,25 +9,27 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.utils._pytree import tree_map_only
 
 from surgery.errors import RunError
-from surgery.files.atomic import delete, is_full, new_folder, staging, sweep
-from surgery.train.checkpoint_files import OPTIMIZER, SHARDS, STATE, WEIGHTS, ShardReader, fault_of
-from surgery.train.sharded import is_sharded
+from surgery.files.atomic import delete, fingerprint, is_full, new_folder, staging, sweep
+from surgery.recipe import Train
+from surgery.train.sharded import full, sharded_like
+from surgery.types import Graft
 
+WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.pt", "state.json"
 _KEEP = 2  # the newest, and one more in case that one cannot be read
+_NOT_IN_IDENTITY = ("save_every", "control", "trackers", "check_every", "workers")  # keys that change no weights
 _LOG = logging.getLogger(__name__)
 
 
@@ -37,6 +37,102 @@ def checkpoints(folder: Path) -> list[Path]:
     """List the `step_*` folders, oldest first."""
     folders = (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def identity_of(model: nn.Module, section: Train, number: int, seed: int, grafts: Sequence[Graft] = ()) -> str:
+    """Hash that identifies the training of a checkpoint. Later stages are no part of it, so they may change."""
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    data = section.model_dump(mode="json")
+    if data["stages"]:
+        data["stages"] = data["stages"][: number + 1]
+    splice = [{**asdict(graft), "site": graft.site.name} for graft in grafts]
+    return fingerprint([{k: v for k, v in data.items() if k not in _NOT_IN_IDENTITY}, number, seed, shapes, splice])
+
+
+def save_checkpoint(
+    folder: Path, model: nn.Module, optimizer: Any, step: int, state: dict[str, Any], accelerator: Accelerator
+) -> None:
+    """Write `step_*/` atomically, then delete all but the two newest. All processes must call it.
+
+    Args:
+        folder: folder of the stage.
+        model: its parameters are saved.
+        optimizer: its state is saved.
+        step: number of finished steps.
+        state: data that JSON can store. `of` identifies the training.
+        accelerator: of this process.
+
+    Raises:
+        RunError: the disk is full. The older checkpoint is not deleted.
+    """
+
+    def whole(tensor: Tensor) -> Tensor | None:
+        gathered = full(tensor.detach())
+        return gathered.cpu().contiguous() if accelerator.is_main_process else None
+
+    weights = {name: whole(p) for name, p in _saved_parameters(model).items()}
+    moments = tree_map_only(Tensor, whole, optimizer.state_dict())
+    if accelerator.is_main_process:
+        target = folder / f"step_{step:06d}"
+        try:
+            with new_folder(target) as new:
+                save_file(weights, new / WEIGHTS)
+                torch.save(moments, new / OPTIMIZER)
+                (new / STATE).write_text(json.dumps({"step": step, **state}))
+        except Exception as error:
+            if not is_full(error.__cause__ or error):
+                raise
+            saved = checkpoints(folder)
+            kept = f"{saved[-1].name} is kept, and training resumes from it" if saved else "No checkpoint was saved yet"
+            hint = f"The disk is full. {kept}. Free some space and run the same command again."
+            raise RunError("steps", str(target), hint) from None
+        for old in checkpoints(folder)[:-_KEEP]:
+            with staging(old) as hidden:  # `sweep` removes it if this process is killed
+                old.rename(hidden / "outdated")
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(
+    folder: Path, model: nn.Module, optimizer: Any, identity: str, accelerator: Accelerator
+) -> dict[str, Any] | None:
+    """Load the newest checkpoint that can be read. All processes must call it.
+
+    Args:
+        folder: folder of the stage.
+        model: its parameters are overwritten.
+        optimizer: its state is overwritten.
+        identity: must be equal to `of` in the state.
+        accelerator: of this process.
+
+    Returns:
+        The state of the checkpoint; None if there is none.
+
+    Raises:
+        RunError: the checkpoint belongs to another training.
+    """
+    set_aside_broken(folder, accelerator)
+    if not checkpoints(folder):
+        return None
+    newest = checkpoints(folder)[-1]
+    state: dict[str, Any] = json.loads((newest / STATE).read_text(encoding="utf-8"))
+    if state["of"] != identity:
+        raise RunError("steps", str(newest), "It belongs to another training. Delete it, or set another folder.")
+    parameters = _saved_parameters(model)
+    with torch.no_grad(), safe_open(newest / WEIGHTS, "pt") as weights:
+        different = set(weights.keys()) ^ parameters.keys()
+        if different:
+            names = f"{min(different)} and {len(different) - 1} more"
+            hint = f"It has other weights: {names}. Delete it, or set another folder."
+            raise RunError("steps", str(newest), hint)
+        for name, parameter in parameters.items():
+            parameter.copy_(sharded_like(weights.get_tensor(name), parameter))
+    moments = _load_moments(newest / OPTIMIZER)
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, kinds in moments["state"].items():
+        for kind in kinds.keys() - {"step"}:
+            kinds[kind] = sharded_like(kinds[kind], trained[index]).clone()  # not backed by the file
+    optimizer.load_state_dict(moments)
+    return state
 
 
 def set_aside_broken(folder: Path, accelerator: Accelerator) -> None:
@@ -56,143 +152,36 @@ def set_aside_broken(folder: Path, accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
 
 
-def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Any, step: int, state: dict[str, Any], accelerator: Accelerator
-) -> None:
-    """Write `step_*/` atomically, then delete all but the two newest. All processes must call it.
+def fault_of(step: Path) -> str | None:
+    """Describe what is wrong with the files of a `step_*` folder; None if they are intact.
 
-    Args:
-        folder: folder of the stage.
-        model: its parameters are saved.
-        optimizer: its state is saved.
-        step: number of finished steps.
-        state: data that JSON can store. `of` identifies the training.
-        accelerator: of this process.
-
-    Raises:
-        RunError: the disk is full. The older checkpoint is not deleted.
+    Reads headers, indexes and sizes, not the tensors. A truncated file is always detected.
     """
-    target, sharded = folder / f"step_{step:06d}", is_sharded(model)
-    if sharded or accelerator.is_main_process:
-        write = _write_sharded if sharded else _write
-        try:
-            write(target, model, optimizer, {"step": step, **state}, accelerator)
-        except (CheckpointException, Exception) as error:
-            if not is_full(error.__cause__ or error):
-                raise
-            saved = checkpoints(folder)
-            kept = f"{saved[-1].name} is kept, and training resumes from it" if saved else "No checkpoint was saved yet"
-            hint = f"The disk is full. {kept}. Free some space and run the same command again."
-            raise RunError("steps", str(target), hint) from None
-    if accelerator.is_main_process:
-        for old in checkpoints(folder)[:-_KEEP]:
-            with staging(old) as hidden:  # `sweep` removes it if this process is killed
-                old.rename(hidden / "outdated")
-    accelerator.wait_for_everyone()
+    name = STATE
+    try:
+        state = json.loads((step / STATE).read_text(encoding="utf-8"))
+        if step.name != f"step_{state['step']:06d}" or not {"of", "history"} <= state.keys():
+            raise ValueError(f"it belongs to step {state['step']}")
+        name = WEIGHTS
+        with safe_open(step / WEIGHTS, "pt"):  # checks that the header accounts for every byte
+            pass
+        name = OPTIMIZER
+        if not {"state", "param_groups"} <= _load_moments(step / OPTIMIZER).keys():
+            raise ValueError("it holds no optimizer state")
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except (MemoryError, PermissionError):
+        raise
+    except Exception as error:  # json, safetensors, torch and pickle raise many types for a damaged file
+        return f"{name}: {' '.join(str(error).split())[:100] or type(error).__name__}"
+    return None
 
 
-def _write(target: Path, model: nn.Module, optimizer: Any, state: dict[str, Any], accelerator: Accelerator) -> None:
-    with new_folder(target) as folder:
-        weights = {k: v.detach().cpu().contiguous() for k, v in _saved_parameters(model).items()}
-        save_file(weights, folder / WEIGHTS)
-        torch.save(optimizer.state_dict(), folder / OPTIMIZER)
-        (folder / STATE).write_text(json.dumps(state))
+def _load_moments(file: Path) -> Any:
+    """Load the optimizer's state without reading it into memory. Its pickle may hold tensors and plain data only."""
+    return torch.load(file, weights_only=True, map_location="cpu", mmap=True)
 
 
 def _saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return all parameters but those of 4 bits, which are quantized again from the stage's first weights."""
     return {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-
-
-def _write_sharded(
-    target: Path, model: nn.Module, optimizer: Any, state: dict[str, Any], accelerator: Accelerator
-) -> None:
-    with _common_folder(target, accelerator) as folder:
-        tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-        for name, parameter in model.named_parameters():
-            moments: dict[str, Tensor] = optimizer.state.get(parameter, {})
-            tensors |= {f"optimizer.{name}.{kind}": moment for kind, moment in moments.items()}
-        dcp.save(tensors, checkpoint_id=folder / SHARDS)  # returns after all processes have written
-        if accelerator.is_main_process:
-            (folder / STATE).write_text(json.dumps(state))
-
-
-@contextmanager
-def _common_folder(target: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """Yield a new folder that all processes write into. The main process creates it, and renames it at the end."""
-    if not accelerator.is_main_process:
-        name: list[str | None] = [None]
-        broadcast_object_list(name)
-        yield Path(str(name[0]))
-        return
-    with new_folder(target) as folder:
-        broadcast_object_list([str(folder)])
-        yield folder
-
-
-def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Any, identity: str, accelerator: Accelerator
-) -> dict[str, Any] | None:
-    """Load the newest checkpoint that can be read. All processes must call it.
-
-    Args:
-        folder: folder of the stage.
-        model: its parameters are overwritten.
-        optimizer: its state is overwritten.
-        identity: must be equal to `of` in the state.
-        accelerator: of this process.
-
-    Returns:
-        The state of the checkpoint; None if there is none.
-
-    Raises:
-        RunError: the checkpoint belongs to another training, or it has sharded weights and this launch has whole ones,
-            or the reverse.
-    """
-    set_aside_broken(folder, accelerator)
-    if not checkpoints(folder):
-        return None
-    newest = checkpoints(folder)[-1]
-    state: dict[str, Any] = json.loads((newest / STATE).read_text(encoding="utf-8"))
-    if state["of"] != identity:
-        raise RunError("steps", str(newest), "It belongs to another training. Delete it, or set another folder.")
-    was_sharded = (newest / SHARDS).is_dir()
-    if was_sharded != is_sharded(model):
-        kinds = ("sharded", "whole") if was_sharded else ("whole", "sharded")
-        hint = f"Its weights are {kinds[0]}, but those of this launch are {kinds[1]}. Launch as before, or delete it."
-        raise RunError("steps", str(newest), hint)
-    (_read_sharded if was_sharded else _read)(newest, model, optimizer)
-    return state
-
-
-def _read(step: Path, model: nn.Module, optimizer: Any) -> None:
-    weights = load_file(step / WEIGHTS)
-    _check_names(step, weights.keys(), model)
-    moments = torch.load(step / OPTIMIZER, weights_only=True, map_location="cpu")
-    with torch.no_grad():
-        for name, parameter in _saved_parameters(model).items():
-            parameter.copy_(weights[name])
-    optimizer.load_state_dict(moments)
-
-
-def _read_sharded(step: Path, model: nn.Module, optimizer: Any) -> None:
-    """Read a sharded checkpoint. The number of processes may differ from the one that wrote it."""
-    parameters = dict(model.named_parameters())
-    reader = ShardReader(step / SHARDS)
-    saved = reader.read_metadata().state_dict_metadata
-    _check_names(step, {key.removeprefix("model.") for key in saved if key.startswith("model.")}, model)
-    tensors = {f"model.{name}": p.detach() for name, p in parameters.items()}
-    for key in saved.keys() - tensors.keys():
-        name, _, kind = key.removeprefix("optimizer.").rpartition(".")
-        parameter = parameters[name]
-        tensors[key] = torch.zeros(()) if kind == "step" else torch.zeros_like(parameter.detach())
-        optimizer.state[parameter][kind] = tensors[key]
-    dcp.load(tensors, storage_reader=reader)
-
-
-def _check_names(step: Path, saved: Any, model: nn.Module) -> None:
-    different = set(saved) ^ _saved_parameters(model).keys()
-    if different:
-        names = f"{min(different)} and {len(different) - 1} more"
-        hint = f"It has other weights: {names}. Delete it, or set another folder."
-        raise RunError("steps", str(step), hint)

@@ -1,18 +1,14 @@
-"""Formulas of the objectives.
+"""Formulas of the objectives. Each returns the sum of a loss over its terms (tokens or reads).
 
-Every loss is a sum over its terms (tokens or reads) divided by `count`. By default `count` is the number of terms
-in the batch, so the loss is their mean. For a part of a step, such as a micro-batch or the share of a process, `count`
-is the number of terms in the whole step. The parts then add up to the mean over the step:
-
-    sum over processes of loss(count=whole / processes) / processes == loss of the whole
-
-With a `count`, a part without terms has a loss of zero that still depends on the model's outputs.
+The training loop divides by the number of terms of the whole step, so the parts of a step, such as micro-batches and
+the shares of processes, add up to its mean. A part without terms has a loss of zero that still depends on the model's
+outputs.
 
 `weights` (B,T) has a factor for the terms of each token, for a batch of several sources; None for 1 everywhere. The
 token of a term is the one that predicts.
 
 Shape legend: B documents, T tokens, V vocabulary, R reads (one for each answer token), H spliced heads of a layer, D
-model width.
+model width, N rows of the logits, M selected rows.
 """
 
 from __future__ import annotations
@@ -46,14 +42,14 @@ class LogitRows:
     rows: Tensor
 
 
-def answer_rows(batch: EncodedBatch) -> Tensor:
-    """(M,) indices in the flattened batch of the tokens before answer tokens, whose logits the answer loss reads."""
-    return F.pad(answer_tokens(batch), (0, 1)).flatten().nonzero()[:, 0]
-
-
 def answer_tokens(batch: EncodedBatch) -> Tensor:
     """(B,T-1) bool: the next token belongs to an answer."""
     return batch.answers[:, 1:] & batch.same_document
+
+
+def answer_rows(batch: EncodedBatch) -> Tensor:
+    """(M,) indices in the flattened batch of the tokens before answer tokens, whose logits the answer loss reads."""
+    return _rows(answer_tokens(batch))
 
 
 def has_gold_positions(batch: EncodedBatch) -> Tensor:
@@ -61,65 +57,48 @@ def has_gold_positions(batch: EncodedBatch) -> Tensor:
     return (batch.read_segment_end >= 0) & (batch.read_answer_token >= 0)
 
 
-def _next_token_loss(
-    logits_BTV: Tensor, batch: EncodedBatch, included_BT: Tensor, count: float | None, weights_BT: Tensor | None
-) -> Tensor:
-    """Sum of -log p(token t + 1 | tokens up to t) over the tokens where `included_BT` (B,T-1) is True, over `count`."""
-    document, place = included_BT.nonzero(as_tuple=True)
-    targets_M = batch.input_ids[document, place + 1]
-    logits_NV, rows_M = logits_BTV.flatten(0, 1), document * logits_BTV.shape[1] + place
+def answer_loss(logits: Tensor | LogitRows, batch: EncodedBatch, weights: Tensor | None = None) -> Tensor:
+    """Retrieval cross-entropy: -log p of every answer token, from (B,T,V) logits or those of `answer_rows`."""
+    if isinstance(logits, LogitRows):
+        return _next_token_loss(logits.values, batch, logits.rows, None, weights)
+    return _loss_of_rows(logits, batch, answer_rows(batch), weights)
+
+
+def lm_loss(logits_BTV: Tensor, batch: EncodedBatch, weights: Tensor | None = None) -> Tensor:
+    """Language modelling: -log p of every token except the first of each document."""
+    return _loss_of_rows(logits_BTV, batch, _rows(batch.same_document), weights)
+
+
+def _rows(included_BT: Tensor) -> Tensor:
+    """(B,T-1) bool -> (M,) indices in the flattened batch."""
+    return F.pad(included_BT, (0, 1)).flatten().nonzero()[:, 0]
+
+
+def _loss_of_rows(logits_BTV: Tensor, batch: EncodedBatch, rows_M: Tensor, weights: Tensor | None) -> Tensor:
+    logits_NV = logits_BTV.flatten(0, 1)
     if 2 * len(rows_M) < len(logits_NV):  # keep only these rows for the backward pass
-        losses_M = _cross_entropy(logits_NV.index_select(0, rows_M), targets_M, None)
-    else:
-        losses_M = _cross_entropy(logits_NV, targets_M, rows_M)
-    if weights_BT is not None:
-        losses_M = losses_M * weights_BT[document, place]
-    return losses_M.sum() / (len(rows_M) if count is None else count)
+        return _next_token_loss(logits_NV.index_select(0, rows_M), batch, rows_M, None, weights)
+    return _next_token_loss(logits_NV, batch, rows_M, rows_M, weights)
 
 
-def _cross_entropy(logits_NV: Tensor, targets_M: Tensor, rows_M: Tensor | None) -> Tensor:
-    """(M,) -log p of the targets, from logits of all rows or of some."""
-    events_M2 = grouped(logits_NV, targets_M[:, None], rows_M)
-    return events_M2.logsumexp(-1) - events_M2[:, 0]  # two events: the token, and any other token
-
-
-def answer_loss(
-    logits_BTV: Tensor | LogitRows, batch: EncodedBatch, count: float | None = None, weights: Tensor | None = None
+def _next_token_loss(
+    logits_NV: Tensor, batch: EncodedBatch, rows_M: Tensor, selected_M: Tensor | None, weights: Tensor | None
 ) -> Tensor:
-    """Retrieval cross-entropy: -log p of every answer token.
+    """Sum of -log p(next token) at the tokens `rows_M` of the flattened batch.
 
     Args:
-        logits_BTV: or the rows of `answer_rows`.
-
-    Raises:
-        ValueError: no document of the batch has an answer, and `count` is None.
+        selected_M: the rows of the logits that belong to these tokens; None for all rows.
     """
-    if isinstance(logits_BTV, LogitRows):
-        rows_M = logits_BTV.rows
-        losses_M = _cross_entropy(logits_BTV.values, batch.input_ids.flatten()[rows_M + 1], None)
-        if weights is not None:
-            losses_M = losses_M * weights.flatten()[rows_M]
-        return losses_M.sum() / (len(rows_M) if count is None else count)
-    included = answer_tokens(batch)
-    if count is None and not bool(included.any()):
-        raise ValueError("answer: no document has an answer. Set the weight to 0.")
-    return _next_token_loss(logits_BTV, batch, included, count, weights)
-
-
-def lm_loss(
-    logits_BTV: Tensor, batch: EncodedBatch, count: float | None = None, weights: Tensor | None = None
-) -> Tensor:
-    """Language modelling: -log p of every token except the first of each document."""
-    return _next_token_loss(logits_BTV, batch, batch.same_document, count, weights)
+    targets_M = batch.input_ids.flatten()[rows_M + 1]
+    events_M2 = grouped(logits_NV, targets_M[:, None], selected_M)  # two events: the token, and any other token
+    losses_M = events_M2.logsumexp(-1) - events_M2[:, 0]
+    if weights is not None:
+        losses_M = losses_M * weights.flatten()[rows_M]
+    return losses_M.sum()
 
 
 def divergence_loss(
-    logits_BTV: Tensor,
-    target: Tensor | TopK,
-    batch: EncodedBatch,
-    settings: Distil,
-    count: float | None = None,
-    weights: Tensor | None = None,
+    logits_BTV: Tensor, target: Tensor | TopK, batch: EncodedBatch, settings: Distil, weights: Tensor | None = None
 ) -> Tensor:
     """Divergence from the base (`base_kl`) or the teacher (`distil`) at every token. See `divergence` for formulas.
 
@@ -135,19 +114,13 @@ def divergence_loss(
     losses_M = divergence(logits_BTV.flatten(0, 1), target, settings.divergence, settings.temperature, selected)
     if weights is not None:
         losses_M = losses_M * weights.flatten()[rows]
-    return losses_M.sum() / (len(rows) if count is None else count)
-
-
-def _of_reads(weights_BT: Tensor | None, batch: EncodedBatch) -> Tensor | None:
-    """(B,T) -> (B,R), the weights of the tokens that predict."""
-    return None if weights_BT is None else weights_BT.gather(1, batch.read_query.clamp(min=0))
+    return losses_M.sum()
 
 
 def attention_loss(
     attentions: Sequence[Tensor],
     reads: Sequence[Sequence[Reads]],
     batch: EncodedBatch,
-    count: float | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
     """Attention supervision: -log of the new head's attention from each query to its gold position, mean over heads.
@@ -157,13 +130,8 @@ def attention_loss(
     Args:
         attentions: for each spliced layer, (B,H,R,T) rows at `batch.read_query`.
         reads: for each spliced layer and head, the gold position that it should attend to.
-
-    Raises:
-        ValueError: no read of the batch has gold positions, and `count` is None.
     """
     included_BR = has_gold_positions(batch)
-    if count is None and not bool(included_BR.any()):
-        raise ValueError("attention: no question has a gold position. Set the weight to 0.")
     losses, weights_BR = [], _of_reads(weights, batch)
     for rows_BHRT, layer_reads in zip(attentions, reads, strict=True):
         for head, read in enumerate(layer_reads):
@@ -172,15 +140,11 @@ def attention_loss(
             mass = row_BRT.gather(-1, gold_BR.clamp(min=0)[..., None])[..., 0]
             log_mass = torch.log(mass[included_BR].clamp(min=LEAST_ATTENTION))
             losses.append(-(log_mass if weights_BR is None else log_mass * weights_BR[included_BR]).sum())
-    return torch.stack(losses).mean() / (int(included_BR.sum()) if count is None else count)
+    return torch.stack(losses).mean()
 
 
 def attention_kl_loss(
-    rows: Sequence[Tensor],
-    teacher_rows: Sequence[Tensor],
-    batch: EncodedBatch,
-    count: float | None = None,
-    weights: Tensor | None = None,
+    rows: Sequence[Tensor], teacher_rows: Sequence[Tensor], batch: EncodedBatch, weights: Tensor | None = None
 ) -> Tensor:
     """KL(a' || a) from the teacher's attention a' to the new heads' attention a at each query, mean over heads.
 
@@ -199,12 +163,10 @@ def attention_kl_loss(
         if weights_BR is not None:
             kl_BHR = kl_BHR * weights_BR[:, None]
         losses.append(kl_BHR.masked_fill(~included_BR[:, None], 0.0).sum((0, 2)))
-    return torch.cat(losses).mean() / (int(included_BR.sum()) if count is None else count)
+    return torch.cat(losses).mean()
 
 
-def attention_mse_loss(
-    rows: Sequence[Tensor], teacher_rows: Sequence[Tensor], batch: EncodedBatch, count: float | None = None
-) -> Tensor:
+def attention_mse_loss(rows: Sequence[Tensor], teacher_rows: Sequence[Tensor], batch: EncodedBatch) -> Tensor:
     """Squared distance of the new heads' attention matrices from the teacher's, for each query token, mean over heads.
 
     MOHAWK's first stage (arXiv 2408.10189) uses the Frobenius norm of the difference, and feeds the teacher's residual
@@ -221,12 +183,10 @@ def attention_mse_loss(
     for rows_BHTT, teacher_BHTT in zip(rows, teacher_rows, strict=True):
         difference = (rows_BHTT.float() - teacher_BHTT.detach().float()).masked_fill(~causal_BTT[:, None], 0.0)
         losses.append(difference.square().sum((0, 2, 3)))
-    return torch.cat(losses).mean() / (int(real.sum()) if count is None else count)
+    return torch.cat(losses).mean()
 
 
-def hidden_loss(
-    states: Sequence[Tensor], teacher_states: Sequence[Tensor], batch: EncodedBatch, count: float | None = None
-) -> Tensor:
+def hidden_loss(states: Sequence[Tensor], teacher_states: Sequence[Tensor], batch: EncodedBatch) -> Tensor:
     """L2 norm of the difference between the layers' outputs and the teacher's, at every token, mean over layers.
 
     MOHAWK's second stage (arXiv 2408.10189) feeds the teacher's residual stream to every student block. Here the
@@ -241,10 +201,15 @@ def hidden_loss(
     for states_BTD, teacher_BTD in zip(states, teacher_states, strict=True):
         difference = states_BTD[real].float() - teacher_BTD[real].detach().float()
         losses.append(torch.linalg.vector_norm(difference, dim=-1).sum())
-    return torch.stack(losses).mean() / (int(real.sum()) if count is None else count)
+    return torch.stack(losses).mean()
 
 
 def rows_at_queries(rows_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
     """Select the rows of the reads, (B,H,R,T), from those of all tokens. Padded reads take row 0."""
     index = batch.read_query.clamp(min=0)[:, None, :, None]
     return rows_BHTT.gather(2, index.expand(-1, rows_BHTT.shape[1], -1, rows_BHTT.shape[3]))
+
+
+def _of_reads(weights_BT: Tensor | None, batch: EncodedBatch) -> Tensor | None:
+    """(B,T) -> (B,R), the weights of the tokens that predict."""
+    return None if weights_BT is None else weights_BT.gather(1, batch.read_query.clamp(min=0))

@@ -17,10 +17,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
-from surgery.data.generated import Stream
 from surgery.errors import RunError
 from surgery.probes.documents import Document
-from surgery.recipe import Source
+from surgery.recipe import Source, TrainStage
 from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.registry import plugin_errors
 from surgery.train.packing import pack, trimmed
@@ -112,7 +111,9 @@ class StepSplit:
             if self.limit and self.in_step:
                 most = -(-sum(len(documents[index][:: self.world]) for index in group) // self.limit)
             if most > len(passes):
-                micro_batches += [self._placeholder(group[0], documents, tokenizer)] * (most - len(passes))
+                batch = encode(documents[group[0]][:1], tokenizer, choices=False)
+                batch = replace(batch, sources=torch.full_like(batch.input_ids, group[0]))
+                micro_batches += [self._micro_batch(batch, real=False)] * (most - len(passes))
         return micro_batches
 
     def groups(self) -> list[list[int]]:
@@ -145,7 +146,7 @@ class StepSplit:
         return [sorted(rows) for rows in passes]
 
     def _micro_batch(self, batch: EncodedBatch, real: bool = True) -> MicroBatch:
-        assert batch.sources is not None
+        """Count the terms of a pass, and pack its documents if they share rows."""
         batch = trimmed(batch)
         sources_B = batch.sources[:, 0]  # type: ignore[index]
         indices = tuple(dict.fromkeys(sources_B.tolist()))
@@ -158,57 +159,6 @@ class StepSplit:
         if len(indices) == 1:
             batch = replace(batch, sources=None)
         return MicroBatch(pack(batch) if self.packing else batch, indices, counts, real)
-
-    def _placeholder(
-        self, index: int, documents: Sequence[Sequence[Document]], tokenizer: PreTrainedTokenizerBase
-    ) -> MicroBatch:
-        batch = encode(documents[index][:1], tokenizer, choices=False)
-        return self._micro_batch(replace(batch, sources=torch.full_like(batch.input_ids, index)), real=False)
-
-
-@dataclass(frozen=True)
-class StepMaker:
-    """Prepare the micro-batches of a step on the CPU. They depend on the number of the step only.
-
-    Attributes:
-        streams: documents of every source.
-        split: puts them into passes.
-        tokenizer: encodes them.
-    """
-
-    streams: Sequence[Stream]
-    split: StepSplit
-    tokenizer: PreTrainedTokenizerBase
-
-    def __call__(self, step: int) -> list[MicroBatch]:
-        return self.split([stream.step(step) for stream in self.streams], self.tokenizer)
-
-
-@dataclass
-class PassBudget:
-    """Largest number of tokens in a pass, padding included; no bound if None. Lowered when memory runs out."""
-
-    tokens: int | None = None
-
-    def lower(self, part: MicroBatch, step: int, accelerator: Accelerator) -> None:
-        """Halve the pass that did not fit.
-
-        Raises:
-            RunError: one row does not fit, or there are several processes.
-        """
-        rows, width = part.batch.input_ids.shape
-        field = f"train.sources.{part.sources[0]}" if len(part.sources) == 1 else "train.sources"
-        if accelerator.num_processes > 1:
-            hint = "Out of memory. With several processes the size cannot be lowered automatically. "
-            hint += "Lower train.micro_batch."
-            raise RunError(field, f"{rows} x {width} tokens in a micro-batch", hint)
-        if rows == 1:
-            hint = "Out of memory with one document. Shorten it, or set train.gradient_checkpointing."
-            raise RunError(field, f"{width} tokens", hint)
-        self.tokens = rows // 2 * width
-        _LOG.warning(
-            "step %d: out of memory; %s continues with %d tokens in a micro-batch", step + 1, field, self.tokens
-        )
 
 
 def step_counts(
@@ -236,15 +186,27 @@ def step_counts(
     for (index, name), count in totals.items():
         if count:
             continue
-        if _may_have_no_terms(sources[index], name):
-            totals[index, name] = 1.0  # a loss without terms is 0, not 0 / 0
-        elif spliced or not OBJECTIVES[name].needs_splice:
+        source, objective = sources[index], OBJECTIVES[name]
+        if source.data is not None and source.data.columns.finds_spans and "gold_positions" in objective.needs:
+            # With `answer_span: auto`, rows may lack a gold position. A loss without terms is 0, not 0 / 0.
+            totals[index, name] = 1.0
+        elif spliced or not objective.needs_splice:
             hint = f"No document of this step has a term for {name}. Set the weight to 0."
-            raise RunError(f"train.sources.{index}.weights.{name}", sources[index].name, hint)
+            raise RunError(f"train.sources.{index}.weights.{name}", source.name, hint)
     return totals
 
 
-def _may_have_no_terms(source: Source, objective: str) -> bool:
-    """Whether a step of the source may have no term: with `answer_span: auto`, rows may lack a gold position."""
-    finds_spans = source.data is not None and source.data.columns.finds_spans
-    return finds_spans and "gold_positions" in OBJECTIVES[objective].needs
+def log_missing_reads(
+    stage: TrainStage, documents: Sequence[Sequence[Document]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Log how many answer tokens of a step have no gold position, for the sources that need them."""
+    for index, (source, drawn) in enumerate(zip(stage.sources, documents, strict=True)):
+        marked = [d for d in drawn if d.questions and all(q.segment and q.value for q in d.questions)]
+        if not marked or not source.weights.needs("gold_positions"):
+            continue
+        batch = encode(marked, tokenizer)
+        reads = batch.read_query >= 0
+        missing = int((reads & (batch.read_answer_token < 0)).sum())
+        if missing:
+            text = "train.sources.%d: no token of the segment holds %d of %d answer tokens of the first step. %s"
+            _LOG.warning(text, index, missing, int(reads.sum()), "Attention is not supervised there.")

@@ -8,7 +8,7 @@ model width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -105,14 +105,11 @@ def register_objective(name: str) -> Callable[[O], O]:
     return register
 
 
-def counts(batch: EncodedBatch, names: Iterable[str]) -> dict[str, int]:
-    """Number of terms of each of these objectives in a batch."""
-    return {name: OBJECTIVES[name].count(batch) for name in names}
+class _PerToken(Objective):
+    """An objective with one term for each token."""
 
-
-def num_tokens(batch: EncodedBatch) -> int:
-    """Number of tokens without padding."""
-    return int(batch.attention_mask.sum())
+    def count(self, batch: EncodedBatch) -> int:
+        return int(batch.attention_mask.sum())
 
 
 @register_objective("answer")
@@ -130,7 +127,7 @@ class Answer(Objective):
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import answer_loss
 
-        return answer_loss(inputs.model.logits, inputs.batch, 1, inputs.weights)
+        return answer_loss(inputs.model.logits, inputs.batch, inputs.weights)
 
 
 @register_objective("attention")
@@ -148,22 +145,19 @@ class Attention(Objective):
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import attention_loss
 
-        return attention_loss(inputs.model.attention, inputs.reads, inputs.batch, 1, inputs.weights)
+        return attention_loss(inputs.model.attention, inputs.reads, inputs.batch, inputs.weights)
 
 
 @register_objective("base_kl")
-class BaseKL(Objective):
+class BaseKL(_PerToken):
     description = "Divergence from the frozen base's next-token distribution, on every token."
     needs = ("base.logits",)
     in_nats = starts_at_zero = uses_temperature = takes_weights = True
 
-    def count(self, batch: EncodedBatch) -> int:
-        return num_tokens(batch)
-
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import divergence_loss
 
-        return divergence_loss(inputs.model.logits, inputs.base.logits, inputs.batch, inputs.distil, 1, inputs.weights)
+        return divergence_loss(inputs.model.logits, inputs.base.logits, inputs.batch, inputs.distil, inputs.weights)
 
 
 @register_objective("lm")
@@ -177,24 +171,19 @@ class LanguageModelling(Objective):
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import lm_loss
 
-        return lm_loss(inputs.model.logits, inputs.batch, 1, inputs.weights)
+        return lm_loss(inputs.model.logits, inputs.batch, inputs.weights)
 
 
 @register_objective("distil")
-class Distillation(Objective):
+class Distillation(_PerToken):
     description = "Divergence from the teacher's next-token distribution, on every token."
     needs = ("teacher.logits",)
     in_nats = uses_temperature = takes_weights = True
 
-    def count(self, batch: EncodedBatch) -> int:
-        return num_tokens(batch)
-
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import divergence_loss
 
-        return divergence_loss(
-            inputs.model.logits, inputs.teacher.logits, inputs.batch, inputs.distil, 1, inputs.weights
-        )
+        return divergence_loss(inputs.model.logits, inputs.teacher.logits, inputs.batch, inputs.distil, inputs.weights)
 
 
 @register_objective("attention_kl")
@@ -212,34 +201,28 @@ class AttentionKL(Objective):
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import attention_kl_loss
 
-        return attention_kl_loss(inputs.model.attention, inputs.teacher.attention, inputs.batch, 1, inputs.weights)
+        return attention_kl_loss(inputs.model.attention, inputs.teacher.attention, inputs.batch, inputs.weights)
 
 
 @register_objective("attention_mse")
-class AttentionMSE(Objective):
+class AttentionMSE(_PerToken):
     description = "Squared distance of the new heads' attention matrices from the teacher's (MOHAWK, stage 1)."
     needs = ("model.full_attention", "teacher.full_attention")
     reads_logits = "none"
 
-    def count(self, batch: EncodedBatch) -> int:
-        return num_tokens(batch)
-
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import attention_mse_loss
 
-        return attention_mse_loss(inputs.model.full_attention, inputs.teacher.full_attention, inputs.batch, 1)
+        return attention_mse_loss(inputs.model.full_attention, inputs.teacher.full_attention, inputs.batch)
 
 
 @register_objective("hidden_mse")
-class HiddenMSE(Objective):
+class HiddenMSE(_PerToken):
     description = "Distance of the output of every layer from that of the teacher's layer (MOHAWK, stage 2)."
     needs = ("model.hidden_states", "teacher.hidden_states")
     reads_logits = "none"
 
-    def count(self, batch: EncodedBatch) -> int:
-        return num_tokens(batch)
-
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
         from surgery.train.losses import hidden_loss
 
-        return hidden_loss(inputs.model.hidden_states, inputs.teacher.hidden_states, inputs.batch, 1)
+        return hidden_loss(inputs.model.hidden_states, inputs.teacher.hidden_states, inputs.batch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -92,20 +91,15 @@ def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimi
         settings: the recipe's section `optimizer`. Rates that it does not set are those for the model's size.
     """
     settings = settings.at_size(base_size(model))
-    new, adapters = ({id(p) for p in group} for group in (spliced_parameters(model), adapter_parameters(model)))
-    rates = {id(p): settings.lr for p in parameters}
-    rates |= dict.fromkeys(new & rates.keys(), settings.new_heads_lr) | dict.fromkeys(adapters, settings.adapters_lr)
+    new, adapters = ({id(p) for p in kind} for kind in (spliced_parameters(model), adapter_parameters(model)))
+    rest = {id(p) for p in parameters} - new - adapters
     undecayed = {id(p) for name, p in model.named_parameters() if p.ndim < 2 or name.rpartition(".")[2] in _UNDECAYED}
     groups = []
-    for is_new, is_adapter in ((True, False), (False, True), (False, False)):
+    for kind, lr in ((new, settings.new_heads_lr), (adapters, settings.adapters_lr), (rest, settings.lr)):
         for decays in (True, False):
-            members = [
-                p
-                for p in parameters
-                if (id(p) in new) == is_new and (id(p) in adapters) == is_adapter and (id(p) in undecayed) != decays
-            ]
+            members = [p for p in parameters if id(p) in kind and (id(p) in undecayed) != decays]
             if members:
-                decay, lr = settings.weight_decay if decays else 0.0, rates[id(members[0])]
+                decay = settings.weight_decay if decays else 0.0
                 groups.append({"params": members, "lr": lr, "peak_lr": lr, "weight_decay": decay})
     return torch.optim.AdamW(groups, betas=settings.betas)
 
@@ -128,9 +122,3 @@ def learning_rate_factor(step: int, steps: int, settings: Optimizer) -> float:
         line = max(1, min(round(settings.decay * steps), steps - settings.warmup))  # not before the warm-up ends
         share = min(1.0, (steps - step) / line)
     return settings.floor + (1 - settings.floor) * share
-
-
-def set_learning_rates(optimizer: Any, settings: Optimizer, step: int, steps: int) -> None:
-    """Set the learning rate of every group for this step."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * learning_rate_factor(step, steps, settings)

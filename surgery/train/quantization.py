@@ -23,8 +23,7 @@ from surgery.errors import RecipeError, RunError, reading
 from surgery.files.atomic import new_folder
 from surgery.models.inserted import new_modules
 from surgery.recipe import Train, TrainStage
-from surgery.train.checkpoint_files import WEIGHTS
-from surgery.train.checkpoints import checkpoints
+from surgery.train.checkpoints import WEIGHTS, checkpoints
 from surgery.train.shared_prefix import unshare_weights
 
 BLOCK = 64  # weights that share a scale

@@ -12,15 +12,10 @@ from collections import Counter
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from surgery.models.lookup import family_of
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """True if this process holds only a part of the parameters."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -55,6 +50,14 @@ def block_classes(model: PreTrainedModel) -> list[str]:
 def full(tensor: Tensor) -> Tensor:
     """Return the whole tensor on every process. All processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return this process's part of a tensor, if the parameter is sharded; otherwise the tensor."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    whole = whole.to(parameter.device)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 @torch.no_grad()

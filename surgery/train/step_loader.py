@@ -35,8 +35,7 @@ class _Steps(Dataset[Any]):
 def steps_of(prepare: Prepare, steps: range, workers: int = 0, pin: bool = False) -> Generator[Any, None, None]:
     """Yield the prepared steps in order. Close the iterator to stop early: its workers end.
 
-    Workers are forked, as those of torch's DataLoader are by default on Linux. They have the plugins and data of this
-    process, start at once, and do not use the GPU.
+    Workers are forked. They have the plugins and data of this process, start at once, and do not use the GPU.
 
     Args:
         prepare: makes one step, on the CPU.
@@ -62,19 +61,15 @@ def steps_of(prepare: Prepare, steps: range, workers: int = 0, pin: bool = False
     )
     batches = iter(loader)
     try:
-        while True:
-            try:
-                step = next(batches)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error) or "exited unexpectedly" not in str(error):
-                    raise
-                hint = "A process that prepares steps was killed, often for lack of memory. Set fewer, or 0."
-                raise RunError("train.workers", workers, hint) from error
+        for step in batches:
             if isinstance(step, SurgeryError):
                 raise step
             yield step
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error) or "exited unexpectedly" not in str(error):
+            raise
+        hint = "A process that prepares steps was killed, often for lack of memory. Set fewer, or 0."
+        raise RunError("train.workers", workers, hint) from error
     finally:
         batches._shutdown_workers()  # type: ignore[attr-defined]  # the DataLoader has no public way
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,60 +52,6 @@ class Targets:
         """The base and the teacher's model."""
         return self.base, self.teacher.model if self.teacher is not None else None
 
-    def weighted_losses(
-        self,
-        model: nn.Module,
-        sources: Mapping[int, Source],
-        batch: EncodedBatch,
-        counts: Counts | None = None,
-        progress: float = 0.5,
-        rows: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Compute the losses of the objectives that have a weight on these sources, multiplied by their weights.
-
-        Args:
-            model: the model that is trained. May be wrapped by Accelerate.
-            sources: sources of the batch, by index in the stage.
-            batch: documents on the model's device.
-            counts: number of terms by which each loss is divided. By default those of the batch, of one source.
-            progress: position in the stage, from 0 to 1.
-            rows: those of `logit_rows`, if the model computes no other logits: inside `logits_at`.
-
-        Returns:
-            The sum over the sources, by objective.
-        """
-        weights = {index: source.weights.at(progress) for index, source in sources.items()}
-        objectives = self._objectives(dict.fromkeys(name for names in weights.values() for name in names))
-        needs = needs_of(objective.name for objective in objectives)
-        base, teacher = Outputs(), Outputs()
-        run_base, skip = self._of_base(needs)
-        if run_base is not None:
-            with torch.no_grad(), separate_documents(self.base, batch.documents):
-                base = Outputs(logits=run_base(batch.input_ids, batch.attention_mask))
-        with skip(), separate_documents(model, batch.documents):
-            options = model_options(needs, batch)
-            output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **options)
-        if self.teacher is not None:
-            cached = self.cache.get(batch) if self.cache is not None and "teacher.logits" in needs else None
-            teacher = self.teacher.outputs(batch, needs if cached is None else needs - {"teacher.logits"})
-            teacher = self._with_cached_logits(teacher, cached, batch)
-        losses = {}
-        reads = [graft.reads for graft in self.grafts]
-        for objective in objectives:
-            name = objective.name
-            outputs = self._model_outputs(output, objective.needs, batch, full="model.full_attention" in needs)
-            if rows is not None:
-                outputs = replace(outputs, logits=LogitRows(output.logits[0], rows))
-            factors = dict.fromkeys(sources, 0.0)
-            for index, given in weights.items():
-                if name in given:
-                    factors[index] = given[name] / (objective.count(batch) if counts is None else counts[index, name])
-            inputs = ObjectiveInputs(batch, outputs, base, teacher, self.distil, reads)
-            losses[name] = _weighted(objective, inputs, factors)
-        if all(objective.needs_splice for objective in objectives):
-            losses["none"] = output.logits.sum() * 0  # DDP requires that every parameter takes part
-        return losses
-
     def logit_rows(self, sources: Mapping[int, Source], batch: EncodedBatch) -> Tensor | None:
         """Return the tokens whose logits the objectives of these sources read, as (M,) indices in the flattened batch.
 
@@ -116,34 +62,71 @@ class Targets:
             return None
         return answer_rows(batch)
 
+    def weighted_losses(
+        self,
+        model: nn.Module,
+        sources: Mapping[int, Source],
+        batch: EncodedBatch,
+        counts: Counts,
+        progress: float = 0.5,
+        rows: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Compute the losses of the objectives that have a weight on these sources, multiplied by their weights.
+
+        Args:
+            model: the model that is trained. May be wrapped by Accelerate.
+            sources: sources of the batch, by index in the stage.
+            batch: documents on the model's device.
+            counts: number of terms by which each loss is divided.
+            progress: position in the stage, from 0 to 1.
+            rows: those of `logit_rows`, if the model computes no other logits: inside `logits_at`.
+
+        Returns:
+            The sum over the sources, by objective.
+        """
+        weights = {index: source.weights.at(progress) for index, source in sources.items()}
+        objectives = self._objectives(dict.fromkeys(name for names in weights.values() for name in names))
+        needs = needs_of(objective.name for objective in objectives)
+        base, skips_prefix = self._of_base(batch, needs)
+        with skips_prefix, separate_documents(model, batch.documents):
+            options = model_options(needs, batch)
+            output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **options)
+        outputs, teacher = self._of_model(output, batch, needs, rows), self._of_teacher(batch, needs)
+        losses, reads = {}, [graft.reads for graft in self.grafts]
+        for objective in objectives:
+            name = objective.name
+            factors = {i: given[name] / counts[i, name] if name in given else 0.0 for i, given in weights.items()}
+            inputs = ObjectiveInputs(batch, outputs, base, teacher, self.distil, reads)
+            losses[name] = _weighted(objective, inputs, factors)
+        if all(objective.needs_splice for objective in objectives):
+            losses["none"] = output.logits.sum() * 0  # DDP requires that every parameter takes part
+        return losses
+
     def _objectives(self, names: Iterable[str]) -> list[Any]:
         """Return the objectives of these names. Without spliced heads, those that need them are left out."""
         return [OBJECTIVES[name] for name in names if self.grafts or not OBJECTIVES[name].needs_splice]
 
-    def _of_base(
-        self, needs: Collection[str]
-    ) -> tuple[Callable[[Tensor, Tensor], Tensor] | None, Callable[[], AbstractContextManager[None]]]:
-        """Return a function from tokens and mask to the base's logits, and a context for the model's pass after it.
-
-        In the context, the model skips the layers that it shares with the base. Without objectives that need the base,
-        there is no function.
-        """
-        base = self.base
+    def _of_base(self, batch: EncodedBatch, needs: Collection[str]) -> tuple[Outputs, AbstractContextManager[None]]:
+        """Run the base, and return a context in which the model skips the layers that it shares with the base."""
         if "base.logits" not in needs:
-            return None, nullcontext
-        assert base is not None
-        if self.prefix is not None:
-            return self.prefix.base_logits, self.prefix.skipped
-        return lambda ids, mask: base(ids, attention_mask=mask, use_cache=False).logits, nullcontext
+            return Outputs(), nullcontext()
+        assert self.base is not None
+        with torch.no_grad(), separate_documents(self.base, batch.documents):
+            if self.prefix is not None:
+                return Outputs(self.prefix.base_logits(batch.input_ids, batch.attention_mask)), self.prefix.skipped()
+            output = self.base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+            return Outputs(output.logits), nullcontext()
 
-    def _model_outputs(self, output: Any, needs: Collection[str], batch: EncodedBatch, full: bool) -> Outputs:
-        """Select the outputs that one objective needs. `full`: the model's attention has the rows of all tokens."""
-        outputs = Outputs(logits=output.logits)
-        if "model.attention" in needs:
-            rows = output.splice_attentions
-            outputs = replace(outputs, attention=[rows_at_queries(x, batch) for x in rows] if full else rows)
+    def _of_model(self, output: Any, batch: EncodedBatch, needs: Collection[str], rows: Tensor | None) -> Outputs:
+        """Select the outputs that the objectives need."""
+        outputs = Outputs(output.logits if rows is None else LogitRows(output.logits[0], rows))
         if "model.full_attention" in needs:
             outputs = replace(outputs, full_attention=output.splice_attentions)
+        if "model.attention" in needs:
+            attention = output.splice_attentions
+            if "model.full_attention" in needs:
+                attention = [rows_at_queries(rows_BHTT, batch) for rows_BHTT in attention]
+            outputs = replace(outputs, attention=attention)
         if "model.hidden_states" in needs:
             states = output.hidden_states
             if self.teacher is not None and self.teacher.layers:
@@ -151,15 +134,19 @@ class Targets:
             outputs = replace(outputs, hidden_states=states)
         return outputs
 
-    def _with_cached_logits(self, teacher: Outputs, cached: TopK | None, batch: EncodedBatch) -> Outputs:
-        """Replace the teacher's logits by those of the cache. New ones are stored first, so that all are rounded."""
-        if self.cache is None or (cached is None and teacher.logits is None):
-            return teacher
-        if cached is None:
+    def _of_teacher(self, batch: EncodedBatch, needs: set[str]) -> Outputs:
+        """Run the teacher, unless its logits are on disk and nothing else is needed."""
+        if self.teacher is None:
+            return Outputs()
+        if self.cache is None or "teacher.logits" not in needs:
+            return self.teacher.outputs(batch, needs)
+        cached = self.cache.get(batch)
+        outputs = self.teacher.outputs(batch, needs if cached is None else needs - {"teacher.logits"})
+        if cached is None:  # new logits are stored first and read again, so that all are rounded
             assert self.distil.top_k is not None
-            self.cache.put(batch, TopK.of(teacher.logits[batch.attention_mask.bool()], self.distil.top_k))
+            self.cache.put(batch, TopK.of(outputs.logits[batch.attention_mask.bool()], self.distil.top_k))
             cached = self.cache.get(batch)
-        return replace(teacher, logits=cached)
+        return replace(outputs, logits=cached)
 
 
 def _weighted(objective: Any, inputs: ObjectiveInputs, factors: Mapping[int, float]) -> Tensor:

@@ -6,7 +6,7 @@ to the run folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,22 +18,18 @@ from accelerate.utils import LoggerType
 from surgery.errors import RecipeError
 from surgery.files.atomic import check_links
 
+Send = Callable[[Sequence[Mapping[str, float]]], None]
+
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that the packages of trackers are installed.
-
-    Raises:
-        RecipeError: one is not.
-    """
+    """Raise RecipeError if the package of a tracker is not installed."""
     for name in names:
         if find_spec(name) is None:
             raise RecipeError("train.trackers", name, f"It is not installed. Run pip install {name}.")
 
 
 @contextmanager
-def tracked(
-    accelerator: Accelerator, names: Sequence[str], folder: Path, config: Mapping[str, Any]
-) -> Iterator[Accelerator]:
+def tracked(accelerator: Accelerator, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> Iterator[Send]:
     """Open trackers for the training inside.
 
     Args:
@@ -42,37 +38,34 @@ def tracked(
         folder: folder of trackers that write files.
         config: settings to log; values must be plain.
 
+    Yields:
+        A function that takes the history and sends each entry once. Its first call sends the last entry only, since a
+        resumed training has sent the earlier ones before.
+
     Raises:
         RecipeError: as `check_trackers`.
     """
     check_trackers(names)
-    if names:
-        check_links(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        accelerator.project_configuration.set_directories(str(folder))
-        accelerator.log_with = [LoggerType(name) for name in names]
-        accelerator.init_trackers("surgery", dict(config))
+    if not names:
+        yield lambda entries: None
+        return
+    check_links(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    accelerator.project_configuration.set_directories(str(folder))
+    accelerator.log_with = [LoggerType(name) for name in names]
+    accelerator.init_trackers("surgery", dict(config))
+    num_sent: int | None = None
+
+    def send(entries: Sequence[Mapping[str, float]]) -> None:
+        nonlocal num_sent
+        for entry in entries[len(entries) - 1 if num_sent is None else num_sent :]:
+            values = {f"train/{k}": v for k, v in entry.items() if k != "step"}
+            accelerator.log(values, step=int(entry["step"]))
+        num_sent = len(entries)
+
     try:
-        yield accelerator
+        yield send
     finally:
-        for tracker in accelerator.trackers if names else ():
+        for tracker in accelerator.trackers:
             tracker.finish()
-        if names:
-            accelerator.trackers, accelerator.log_with = [], []
-
-
-class SentEntries:
-    """Sends each entry of a history to the trackers once. A resumed training sends no earlier one."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self._count: int | None = None
-
-    def log_new(self, entries: Sequence[Mapping[str, float]]) -> None:
-        """Send the entries that were added since the last call; at the first one, the last entry."""
-        first = len(entries) - 1 if self._count is None else self._count
-        self._count = len(entries)
-        if self.accelerator.trackers:
-            for entry in entries[first:]:
-                values = {f"train/{k}": v for k, v in entry.items() if k != "step"}
-                self.accelerator.log(values, step=int(entry["step"]))
+        accelerator.trackers, accelerator.log_with = [], []

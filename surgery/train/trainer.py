@@ -1,4 +1,4 @@
-"""Training loop of one stage, for hybrids, their controls, and the pretraining of small bases.
+"""Train one stage of a hybrid or its control, or of the pretraining of a small base.
 
 The documents, learning rate and random numbers of a step depend on the step's number only; with `plateau`, the learning
 rate and the last step also depend on the losses before it. So a run that was killed and resumed ends with the same
@@ -7,68 +7,56 @@ weights as an uninterrupted one.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import release_memory, should_reduce_batch_size
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.user import StreamedDocuments, open_source
+from surgery.errors import RunError
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Train, TrainStage
-from surgery.train.checkpoints import save_checkpoint
-from surgery.train.compiling import compiling
-from surgery.train.growth import diverged
+from surgery.recipe.objectives import OBJECTIVES
+from surgery.recipe.train import Precision
+from surgery.train.checkpoints import identity_of, load_checkpoint, save_checkpoint
 from surgery.train.lora import Adapters
-from surgery.train.micro_batches import MicroBatch, step_counts
-from surgery.train.optimizer import set_learning_rates
+from surgery.train.micro_batches import (
+    PASS_COST,
+    PASS_COST_ON_CPU,
+    MicroBatch,
+    StepSplit,
+    log_missing_reads,
+    step_counts,
+)
+from surgery.train.numerics import autocast, compiling, precision_of
+from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable
+from surgery.train.packing import packing_fault
 from surgery.train.plateau import LAST_STEP, is_at_plateau, num_steps_from, stage_lengths
-from surgery.train.precision import autocast
-from surgery.train.preparing import PreparedStage, log_missing_reads, prepare_stage
-from surgery.train.sharded import full, gather, trainable_parameters
-from surgery.train.step_loader import steps_of
-from surgery.train.step_losses import StepLog, StepLosses
+from surgery.train.sharded import full, gather, trainable_parameters, twin
+from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_bases
+from surgery.train.step_loader import steps_of, workers_by_default
+from surgery.train.step_log import StepLog, StepLosses, diverged
 from surgery.train.targets import Targets, logits_at
 
 History = list[dict[str, float]]
 OnStep = Callable[[int, History], None]
+_LOG = logging.getLogger(__name__)
+_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
-@dataclass(frozen=True)
-class StageResult:
-    """Results of a stage, in addition to the model's weights.
-
-    Attributes:
-        history: entries of all steps so far: losses, tokens, seconds.
-        adapters: LoRA adapters, not merged yet.
-        packing: True if documents shared rows.
-    """
-
-    history: History
-    adapters: Adapters | None = None
-    packing: bool = False
-
-
-def train_stage(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    section: Train,
-    seed: int,
-    accelerator: Accelerator,
-    targets: Targets,
-    number: int = 0,
-    folder: Path | None = None,
-    history: Sequence[dict[str, float]] = (),
-    on_step: OnStep | None = None,
-    layers: Sequence[int] = (),
-) -> StageResult:
-    """Train one stage, from its newest checkpoint if there is one.
+@dataclass
+class StageTrainer:
+    """Train one stage, from its newest checkpoint if there is one: call `run`.
 
     Args:
         model: trained in place. Under FSDP2 it holds the old weights until the stage ends.
@@ -79,138 +67,314 @@ def train_stage(
         targets: base and teacher that objectives compare with. `distil` is taken from the stage.
         number: index of the stage in `section.sequence`.
         folder: folder of `step_*/`, the checkpoints to resume from; the two newest are kept. None saves no checkpoints.
-        history: entries of the earlier stages.
+        history: entries of all steps so far: losses, tokens, seconds. First those of the earlier stages.
         on_step: called on every process after each step with its number and the history. On a GPU, the history may end
             with the entry of the step before, since the losses of this one are still being computed.
         layers: layers that `trainable: spliced_layers` selects in a control.
 
-    Raises:
-        TrainingDiverged: loss or gradient is not finite, or the loss has grown. The last good checkpoint is kept.
-        RunError: one document does not fit in memory, torch.compile fails, or the launch does not support the recipe.
+    Attributes, set by `prepare`:
+        streams: documents of every source.
+        adapters: LoRA adapters, not merged. None without `trainable: lora`.
+        precision: of matrix products.
+        student: the model that is trained and saved. With FSDP2 it is a sharded twin.
+        wrapped: the student, wrapped by Accelerate.
+        optimizer: wrapped by Accelerate.
+        identity: hash of the training, which its checkpoints have.
+        start: number of steps that a checkpoint has finished.
+        packing: True if documents share rows.
+        split: how the documents of a step are put into passes.
+        pass_tokens: largest number of tokens in a pass, padding included. Set when memory runs out.
     """
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        folder = None  # DeepSpeed steps during backward, and keeps the optimizer's state to itself
-    prepared = prepare_stage(model, tokenizer, section, seed, accelerator, targets, number, layers, folder, history)
-    stage, student, optimizer, adapters = prepared.stage, prepared.student, prepared.optimizer, prepared.adapters
-    start, entries = prepared.start, prepared.entries
-    lengths = stage_lengths(entries, section)
-    before, num_steps = sum(lengths[:number]), lengths[number]
-    log = StepLog(entries, before, stage, model.config.vocab_size, folder)
-    # A GPU computes a step while the host prepares the next one: its losses are read one step later.
-    on_gpu = accelerator.device.type == "cuda"
-    waits = not on_gpu or stage.plateau is not None
-    began = time.perf_counter()
-    with closing(steps_of(prepared.make, range(start, num_steps), prepared.workers, pin=on_gpu)) as steps:
-        for step, micro_batches in enumerate(steps, start):
-            if step == num_steps:  # after a plateau
-                break
-            if step == 0 and accelerator.is_main_process:
-                log_missing_reads(stage, [stream.step(0) for stream in prepared.make.streams], tokenizer)
-            torch.manual_seed(hash((seed, number, step, accelerator.process_index)))  # for dropout
-            set_learning_rates(optimizer, stage.optimizer, step, num_steps)
-            with torch_scans(model, *targets.frozen_models):
-                names, means = accumulate_gradients(prepared, micro_batches, section, accelerator, step)
-            norm = accelerator.clip_grad_norm_(trainable_parameters(prepared.wrapped), stage.optimizer.max_grad_norm)
-            losses = StepLosses(before + step + 1, names, means[:-1], means[-1], full(torch.as_tensor(norm)))
-            saves = folder is not None and step > start and step % section.save_every == 0
-            if waits or saves or step == start:
-                log.read()
-                log.check(losses)  # before the weights are updated
-            if step == start and adapters is not None:
-                adapters.check_gradients()
-            if folder is not None and saves:  # these weights have a finite loss
-                state = {"of": prepared.identity, "history": entries}
-                save_checkpoint(folder, student, optimizer, step, state, accelerator)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.seconds = time.perf_counter() - began
-            log.add(losses)
-            log.read(keep=0 if waits or step == start else 1)
-            if waits and num_steps == stage.num_steps and is_at_plateau(log.of_stage, stage):
-                num_steps = num_steps_from(step + 1, stage)
-                entries[-1][LAST_STEP] = before + num_steps
-            if on_step is not None:
-                on_step(before + step + 1, entries)
-            began = time.perf_counter()
-    log.read()
-    _finish(prepared, model, section, accelerator)
-    if not all(bool(p.isfinite().all()) for p in trainable_parameters(model)):
-        raise diverged(folder, before + num_steps, "not finite")
-    return StageResult(entries, adapters, prepared.packing)
 
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    section: Train
+    seed: int
+    accelerator: Accelerator
+    targets: Targets
+    number: int = 0
+    folder: Path | None = None
+    history: History = field(default_factory=list)
+    on_step: OnStep | None = None
+    layers: Sequence[int] = ()
 
-def _finish(prepared: PreparedStage, model: PreTrainedModel, section: Train, accelerator: Accelerator) -> None:
-    """Put trained weights into the model, and undo what the stage has set."""
-    if prepared.student is not model:
-        gather(prepared.student, model)
-        if prepared.adapters is not None:
-            prepared.adapters.model = model
-    accelerator.free_memory()
-    model.eval()
-    if prepared.targets.cache is not None:
-        prepared.targets.cache.flush()
-    if section.gradient_checkpointing:
-        model.gradient_checkpointing_disable()
+    streams: list[Any] = field(init=False)
+    adapters: Adapters | None = field(init=False, default=None)
+    precision: Precision = field(init=False)
+    student: PreTrainedModel = field(init=False)
+    wrapped: nn.Module = field(init=False)
+    optimizer: Any = field(init=False)
+    identity: str = field(init=False)
+    start: int = field(init=False, default=0)
+    packing: bool = field(init=False)
+    split: StepSplit = field(init=False)
+    pass_tokens: int | None = field(init=False, default=None)
 
+    @property
+    def stage(self) -> TrainStage:
+        """The stage's part of the recipe."""
+        return self.section.sequence[self.number]
 
-def accumulate_gradients(
-    prepared: PreparedStage,
-    micro_batches: Sequence[MicroBatch],
-    section: Train,
-    accelerator: Accelerator,
-    step: int,
-) -> tuple[list[str], Tensor]:
-    """Run forward and backward of all micro-batches of a step. Halves micro-batches after an out-of-memory error.
+    def run(self) -> History:
+        """Train all steps of the stage, and return the history.
 
-    Returns:
-        Names of the weighted losses, and on the device the losses and, last, the number of tokens. Both cover all
-        processes.
+        Raises:
+            TrainingDiverged: loss or gradient is not finite, or the loss has grown. The last good checkpoint is kept.
+            RunError: one document does not fit in memory, torch.compile fails, the launch does not support the recipe,
+                or a base or teacher is missing.
+        """
+        self.prepare()
+        lengths = stage_lengths(self.history, self.section)
+        before, num_steps = sum(lengths[: self.number]), lengths[self.number]
+        log = StepLog(self.history, before, self.stage, self.model.config.vocab_size, self.folder)
+        # A GPU computes a step while the host prepares the next one: its losses are read one step later.
+        on_gpu = self.accelerator.device.type == "cuda"
+        waits = not on_gpu or self.stage.plateau is not None
+        began = time.perf_counter()
+        with closing(steps_of(self.documents, range(self.start, num_steps), self._workers(), pin=on_gpu)) as steps:
+            for step, micro_batches in enumerate(steps, self.start):
+                if step == num_steps:  # after a plateau
+                    break
+                if step == 0 and self.accelerator.is_main_process:
+                    log_missing_reads(self.stage, [stream.step(0) for stream in self.streams], self.tokenizer)
+                torch.manual_seed(hash((self.seed, self.number, step, self.accelerator.process_index)))  # for dropout
+                factor = learning_rate_factor(step, num_steps, self.stage.optimizer)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = group["peak_lr"] * factor
+                names, values = self._gradients(micro_batches, step)
+                losses = StepLosses(before + step + 1, names, values)
+                saves = self.folder is not None and step > self.start and step % self.section.save_every == 0
+                if waits or saves or step == self.start:
+                    log.read()
+                    log.check(losses)  # before the weights are updated
+                if step == self.start and self.adapters is not None:
+                    self.adapters.check_gradients()
+                if saves:  # these weights have a finite loss
+                    self._save(step)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                losses.seconds = time.perf_counter() - began
+                log.add(losses)
+                log.read(keep=0 if waits or step == self.start else 1)
+                if waits and num_steps == self.stage.num_steps and is_at_plateau(log.of_stage, self.stage):
+                    num_steps = num_steps_from(step + 1, self.stage)
+                    self.history[-1][LAST_STEP] = before + num_steps
+                if self.on_step is not None:
+                    self.on_step(before + step + 1, self.history)
+                began = time.perf_counter()
+        log.read()
+        self._finish()
+        if not all(bool(p.isfinite().all()) for p in trainable_parameters(self.model)):
+            raise diverged(self.folder, before + num_steps, "not finite")
+        return self.history
 
-    Raises:
-        RunError: out of memory with one document, or on several processes.
-    """
-    stage, targets = prepared.stage, prepared.targets
-    progress = step / max(1, stage.num_steps - 1)
-    counts = step_counts(stage.sources, micro_batches, bool(targets.grafts), accelerator)
-    while True:
-        parts = [part for whole in micro_batches for part in whole.within(prepared.budget.tokens)]
+    def prepare(self) -> None:
+        """Open the sources, add adapters, freeze what does not train, wrap model and optimizer, load a checkpoint."""
+        model, section, stage, accelerator = self.model, self.section, self.stage, self.accelerator
+        check_launch(section, stage, self.targets, accelerator)
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            self.folder = None  # DeepSpeed steps during backward, and keeps the optimizer's state to itself
+        context, vocab_size = getattr(model.config, "max_position_embeddings", None), model.config.vocab_size
+        self.streams = [
+            open_source(source, self.tokenizer, self.seed, 1000 * self.number + index, context, vocab_size)
+            for index, source in enumerate(stage.sources)
+        ]
+
+        # What trains, and in which dtypes.
+        if stage.trainable == "lora":
+            torch.manual_seed(hash((self.seed, self.number)))  # the same adapters on every process and in every run
+            self.adapters = Adapters(model, stage.lora, self.targets.grafts)
+        unshare_bases(model)  # weights that an earlier stage shared may be trained in this one
+        trained = mark_trainable(model, stage, self.layers)
+        self.precision = precision_of(section, model)
+        for parameter in trained:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+        if section.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for frozen in self.targets.frozen_models:
+            if frozen is not None:
+                frozen.eval().requires_grad_(False).to(accelerator.device)
+
+        # The model and the optimizer, as Accelerate runs them.
+        self.student = model
+        if accelerator.is_fsdp2:
+            self.student = twin(model, accelerator)
+            if self.adapters is not None:
+                self.adapters.model = self.student
+        if section.compile:
+            self.student.compile()
+        optimizer = adamw(self.student, trainable_parameters(self.student), stage.optimizer)
+        self.wrapped, self.optimizer = accelerator.prepare(self.student, optimizer)
+        self.wrapped.train()
+
+        # What earlier steps have left.
+        self.identity = identity_of(model, section, self.number, self.seed, self.targets.grafts)
+        self.start, self.history = 0, list(self.history)
+        if self.folder is not None:
+            state = load_checkpoint(self.folder, self.student, self.optimizer, self.identity, accelerator)
+            if state is not None:
+                self.start, self.history = int(state["step"]), state["history"]
+            elif self.number:  # keep the result of the earlier stages
+                self._save(0)
+
+        # What the model shares with the frozen base, and how documents are put into passes.
+        prefix = None
+        if self.targets.base is not None and not accelerator.is_fsdp2:
+            share_weights(model, self.targets.base)  # not before a checkpoint has been read into the model's weights
+            prefix = SharedPrefix.of(model, self.targets.base) if not section.compile else None
+        self.targets = replace(self.targets, distil=stage.distil, prefix=prefix)
+        self.packing = self._packs()
+        self.split = StepSplit(
+            stage.sources,
+            accelerator.process_index,
+            accelerator.num_processes,
+            section.micro_batch,
+            self.packing,
+            accelerator.is_fsdp2,
+            PASS_COST_ON_CPU if accelerator.device.type == "cpu" else PASS_COST,
+        )
+
+    def documents(self, step: int) -> list[MicroBatch]:
+        """Prepare the micro-batches of a step on the CPU, in a worker process if there are some."""
+        return self.split([stream.step(step) for stream in self.streams], self.tokenizer)
+
+    def _workers(self) -> int:
+        """Number of processes that prepare steps. Streamed data have one at most: each would read all rows."""
+        workers = self.section.workers
+        if workers is None:
+            workers = workers_by_default(self.accelerator.device, self.accelerator.num_processes)
+        return min(workers, 1) if any(isinstance(stream, StreamedDocuments) for stream in self.streams) else workers
+
+    def _packs(self) -> bool:
+        """True if documents share rows: it is wanted, and all models of the stage keep the documents of a row separate.
+
+        Logs why they do not.
+        """
+        on_gpu = self.accelerator.device.type == "cuda"
+        if not (on_gpu if self.section.packing is None else self.section.packing):
+            return False
+        models = {"the model": self.wrapped}
+        if self.targets.base is not None and "base.logits" in self.stage.needs:
+            models["the frozen base"] = self.targets.base
+        if self.targets.teacher is not None:
+            models["the teacher"] = self.targets.teacher.model
+        fault = "not supported with torch.compile" if self.section.compile else packing_fault(models)
+        if fault is not None and self.accelerator.is_main_process:
+            _LOG.warning("train.packing: every document of %s has its own padded row (%s)", self.stage.name, fault)
+        return fault is None
+
+    def _gradients(self, micro_batches: Sequence[MicroBatch], step: int) -> tuple[list[str], Tensor]:
+        """Accumulate the gradients of a step, and clip them. Splits the passes after an out-of-memory error.
+
+        Returns:
+            Names of the weighted losses. On the device the losses, the number of tokens and the norm of the gradient,
+            all of them over all processes.
+
+        Raises:
+            RunError: out of memory with one document, or on several processes.
+        """
+        sources, accelerator, model = self.stage.sources, self.accelerator, self.wrapped
+        progress = step / max(1, self.stage.num_steps - 1)
+        counts = step_counts(sources, micro_batches, bool(self.targets.grafts), accelerator)
+        with torch_scans(self.model, *self.targets.frozen_models):
+            while (sums := self._run_passes(micro_batches, counts, progress, step)) is None:
+                self.optimizer.zero_grad()
+                release_memory()
+        names = sorted({name for source in sources for name in source.weights.at(progress)} & set(sums))
+        tokens = sum(float(part.batch.attention_mask.sum()) for part in micro_batches if part.real)
+        tokens_of_all = torch.full((), tokens * accelerator.num_processes, device=accelerator.device)
+        means = accelerator.reduce(torch.stack([*(sums[name].float() for name in names), tokens_of_all]), "mean")
+        norm = accelerator.clip_grad_norm_(trainable_parameters(model), self.stage.optimizer.max_grad_norm)
+        return names, torch.cat([means, full(torch.as_tensor(norm)).detach().reshape(1).to(means)])
+
+    def _run_passes(
+        self, micro_batches: Sequence[MicroBatch], counts: dict[tuple[int, str], float], progress: float, step: int
+    ) -> dict[str, Tensor] | None:
+        """Run forward and backward of all micro-batches. Return the sums of the losses; None if memory ran out."""
+        accelerator, model = self.accelerator, self.wrapped
+        parts = [part for whole in micro_batches for part in whole.within(self.pass_tokens)]
         sums: dict[str, Tensor] = {}
         for place, part in enumerate(parts):
             accelerator.sync_gradients = last = place + 1 == len(parts)  # DeepSpeed steps where this is set
-            sources = {index: stage.sources[index] for index in part.sources}
+            sources = {index: self.stage.sources[index] for index in part.sources}
             try:
                 with (
-                    compiling() if section.compile else nullcontext(),
-                    nullcontext() if last else accelerator.no_sync(prepared.wrapped),
+                    compiling() if self.section.compile else nullcontext(),
+                    nullcontext() if last else accelerator.no_sync(model),
                 ):
-                    with autocast(prepared.precision, accelerator):
-                        rows = None if section.compile else targets.logit_rows(sources, part.batch)
+                    with autocast(self.precision, accelerator):
+                        rows = None if self.section.compile else self.targets.logit_rows(sources, part.batch)
                         if rows is not None and accelerator.device.type == "cuda":
                             rows = rows.pin_memory().to(accelerator.device, non_blocking=True)
                         batch = part.batch.to(accelerator.device)
-                        with logits_at(prepared.wrapped, rows):
-                            losses = targets.weighted_losses(prepared.wrapped, sources, batch, counts, progress, rows)
+                        with logits_at(model, rows):
+                            losses = self.targets.weighted_losses(model, sources, batch, counts, progress, rows)
                         total = torch.stack(list(losses.values())).sum() * float(part.real)
                     accelerator.backward(total)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 if not should_reduce_batch_size(error):
                     raise
-                break
+                self._lower_pass_tokens(part, step)
+                return None
             for name, loss in losses.items():
                 sums[name] = sums.get(name, 0.0) + loss.detach() * float(part.real)
-        else:
-            return _reduced(sums, stage, micro_batches, progress, accelerator)
-        losses, total = {}, None  # their graph holds memory
-        prepared.budget.lower(part, step, accelerator)
-        prepared.optimizer.zero_grad()
-        release_memory()
+        return sums
+
+    def _lower_pass_tokens(self, part: MicroBatch, step: int) -> None:
+        """Halve the pass that did not fit in memory.
+
+        Raises:
+            RunError: one row does not fit, or there are several processes.
+        """
+        rows, width = part.batch.input_ids.shape
+        field = f"train.sources.{part.sources[0]}" if len(part.sources) == 1 else "train.sources"
+        if self.accelerator.num_processes > 1:
+            hint = "Out of memory. With several processes the size cannot be lowered automatically. "
+            hint += "Lower train.micro_batch."
+            raise RunError(field, f"{rows} x {width} tokens in a micro-batch", hint)
+        if rows == 1:
+            hint = "Out of memory with one document. Shorten it, or set train.gradient_checkpointing."
+            raise RunError(field, f"{width} tokens", hint)
+        self.pass_tokens = rows // 2 * width
+        text = "step %d: out of memory; %s continues with %d tokens in a micro-batch"
+        _LOG.warning(text, step + 1, field, self.pass_tokens)
+
+    def _save(self, step: int) -> None:
+        assert self.folder is not None
+        state = {"of": self.identity, "history": self.history}
+        save_checkpoint(self.folder, self.student, self.optimizer, step, state, self.accelerator)
+
+    def _finish(self) -> None:
+        """Put trained weights into the model, and undo what the stage has set."""
+        if self.student is not self.model:
+            gather(self.student, self.model)
+            if self.adapters is not None:
+                self.adapters.model = self.model
+        self.wrapped, self.optimizer = self.accelerator.free_memory(self.wrapped, self.optimizer)
+        self.model.eval()
+        if self.targets.cache is not None:
+            self.targets.cache.flush()
+        if self.section.gradient_checkpointing:
+            self.model.gradient_checkpointing_disable()
 
 
-def _reduced(
-    sums: dict[str, Tensor], stage: TrainStage, parts: Sequence[MicroBatch], progress: float, accelerator: Accelerator
-) -> tuple[list[str], Tensor]:
-    """Losses and tokens of all processes."""
-    names = sorted({name for source in stage.sources for name in source.weights.at(progress)} & set(sums))
-    tokens = sum(float(part.batch.attention_mask.sum()) for part in parts if part.real) * accelerator.num_processes
-    values = [*(sums[name].float() for name in names), torch.full((), tokens, device=accelerator.device)]
-    return names, accelerator.reduce(torch.stack(values), "mean")
+def check_launch(section: Train, stage: TrainStage, targets: Targets, accelerator: Accelerator) -> None:
+    """Raise RunError if the launch does not support the recipe, or a base or teacher is missing."""
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise RunError("fsdp_version", 1, "Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does.")
+    if accelerator.is_fsdp2 and section.check_every is not None:
+        hint = "One process cannot evaluate alone while weights are sharded. Remove it."
+        raise RunError("train.check_every", section.check_every, hint)
+    if stage.lora.quantization is not None and accelerator.distributed_type in _SHARDING:
+        hint = "Weights of 4 bits are not sharded. Launch with recipes/accelerate/ddp.yaml, or set it to null."
+        raise RunError("train.lora.quantization", stage.lora.quantization, hint)
+    for index, source in enumerate(stage.sources):
+        if source.rows is not None and source.rows < accelerator.num_processes:
+            hint = f"Set at least one row for each of the {accelerator.num_processes} processes."
+            raise RunError(f"train.sources.{index}.rows", source.rows, hint)
+        for name in source.weights.at(0.5):
+            field = f"train.sources.{index}.weights.{name}"
+            if "base.logits" in OBJECTIVES[name].needs and targets.base is None:
+                raise RunError(field, 1.0, "It compares with the frozen base. Pass `base`.")
+            if OBJECTIVES[name].needs_teacher and targets.teacher is None:
+                raise RunError("train.teacher", None, f"{name} compares with a teacher. Set train.teacher.")

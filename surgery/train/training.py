@@ -1,4 +1,4 @@
-"""Train a hybrid or its control, or pretrain a small base."""
+"""Train a hybrid or its control, or pretrain a small base: one stage after the other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from surgery.recipe import Train, TrainStage, as_base
 from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.train.checkpoints import checkpoints, set_aside_broken
 from surgery.train.logits_cache import LogitsCache
+from surgery.train.numerics import precision_of
 from surgery.train.optimizer import base_size
-from surgery.train.precision import precision_of
 from surgery.train.quantization import quantization_of, quantized, resume_unquantized
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher, check_tokenizers
-from surgery.train.tracking import SentEntries, tracked
-from surgery.train.trainer import History, OnStep, train_stage
+from surgery.train.tracking import tracked
+from surgery.train.trainer import History, OnStep, StageTrainer
 from surgery.types import Graft, Plan
 
 _PRECISION = "The precision is the recipe's: set `train.precision`, and make the Accelerator without mixed_precision."
@@ -97,54 +97,56 @@ def train_model(
         ModelError: the tokenizer is another model's.
     """
     check_vocabulary(tokenizer, model.config)
-    accelerator = _without_mixed_precision(accelerator or make_accelerator())
+    accelerator = accelerator or make_accelerator()
+    if accelerator.mixed_precision != "no":
+        raise RunError("accelerator", f"mixed_precision is {accelerator.mixed_precision}", _PRECISION)
     section = section.at_size(base_size(model))
     grafts = plan.grafts if plan and not control else ()
-    layers = tuple(sorted({graft.site.layer for graft in plan.grafts})) if plan else ()
+    layers = sorted({graft.site.layer for graft in plan.grafts}) if plan else ()
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     numbers = [n for n, stage in enumerate(section.sequence) if stage.trains_control or not control]
     folders = {n: _stage_folder(folder, section, n) for n in numbers}
     history: History = []
-
-    sent = SentEntries(accelerator)
-
-    def log_step(step: int, entries: History) -> None:
-        sent.log_new(entries)
-        if on_step is not None:
-            on_step(step, entries)
-
-    trackers = section.trackers if outputs is not None else ()
     logs = (outputs or Path()) / "logs" / ("no_splice" if control else "hybrid")
-    with tracked(accelerator, trackers, logs, {"seed": seed, "steps": section.num_all_steps}):
+    trackers = section.trackers if outputs is not None else ()
+    with tracked(accelerator, trackers, logs, {"seed": seed, "steps": section.num_all_steps}) as send_new:
+
+        def log_step(step: int, entries: History) -> None:
+            send_new(entries)
+            if on_step is not None:
+                on_step(step, entries)
+
         for number in _stages_left(folders, accelerator):
-            stage = section.sequence[number]
+            stage, steps = section.sequence[number], folders[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
             cache = open_cache(outputs, section, stage, tokenizer, model, accelerator)
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
-            arguments = (model, tokenizer, section, seed, accelerator, targets, number, folders[number])
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
-            has_changed = any(section.sequence[n].trainable != "new_heads" for n in numbers if n < number)  # `spliced/`
-            if settings is not None and has_changed and (own_folder := folders[number]) is not None:
-                resume_unquantized(model, own_folder, accelerator)
+            # Weights that an earlier stage has changed are not those of `spliced/`.
+            has_changed = any(section.sequence[n].trainable != "new_heads" for n in numbers if n < number)
+            if settings is not None and has_changed and steps is not None:
+                resume_unquantized(model, steps, accelerator)
             with quantized((model, *frozen), settings, accelerator.device) as unquantized:
-                result = train_stage(*arguments, history, log_step, layers)
-                history = result.history
-                sent.log_new(history)
-                if result.adapters is not None:
+                trainer = StageTrainer(
+                    model, tokenizer, section, seed, accelerator, targets, number, steps, history, log_step, layers
+                )
+                history = trainer.run()
+                send_new(history)
+                if trainer.adapters is not None:
                     if outputs is not None and accelerator.is_main_process and not control and not has_changed:
                         adapters = outputs / ADAPTERS / (stage.name if section.stages else "")
-                        result.adapters.save(adapters, str(model.name_or_path))
-                    result.adapters.merge(unquantized)  # the next stage and the export need a plain model
+                        trainer.adapters.save(adapters, str(model.name_or_path))
+                    trainer.adapters.merge(unquantized)  # the next stage and the export need a plain model
             for name, parameter in model.named_parameters():
                 parameter.data = parameter.data.to(dtypes[name])
     return history
 
 
-def _without_mixed_precision(accelerator: Accelerator) -> Accelerator:
-    """Return the accelerator. Raises RunError if it has a precision of its own."""
-    if accelerator.mixed_precision != "no":
-        raise RunError("accelerator", f"mixed_precision is {accelerator.mixed_precision}", _PRECISION)
-    return accelerator
+def _stage_folder(folder: Path | str | None, section: Train, number: int) -> Path | None:
+    """Folder of a stage's checkpoints."""
+    if folder is None:
+        return None
+    return Path(folder) / f"{number}-{section.stages[number].name}" if section.stages else Path(folder)
 
 
 def _stages_left(folders: Mapping[int, Path | None], accelerator: Accelerator) -> list[int]:
@@ -195,8 +197,8 @@ def open_cache(
 ) -> LogitsCache | None:
     """Open the cache of the teacher's logits, for this teacher, tokenizer, `top_k`, precision and student's vocabulary.
 
-    A student with another precision or vocabulary size, such as a `control`, gets a folder of its own.
-    None if the stage uses no cache.
+    A student with another precision or vocabulary size, such as a `control`, gets a folder of its own. None if the
+    stage uses no cache.
 
     Args:
         outputs: the cache is in `teacher_logits/` of this folder.
@@ -208,25 +210,14 @@ def open_cache(
     """
     if section.teacher is None or outputs is None or not (stage.distil.cache and "teacher.logits" in stage.needs):
         return None
+    precisions = (section.teacher.dtype, precision_of(section, model))
     identity = {
         "teacher": revision_of(as_base(section.teacher, "train.teacher.model")),
         "tokenizer": fingerprint(sorted(tokenizer.get_vocab().items())),
         "top_k": stage.distil.top_k,
+        "precision": ", ".join(precisions),
+        "vocab_size": model.config.vocab_size,  # the teacher's logits are cut or padded to it
     }
-    folder = f"top{stage.distil.top_k}"
-    computed = (section.teacher.dtype, precision_of(section, model))
-    if computed != ("float32", "fp32"):  # caches of 0.1 do not name it
-        identity["precision"] = ", ".join(computed)
-        folder += "-" + "-".join(computed)
-    if model.config.vocab_size != len(tokenizer):  # the teacher's logits are cut or padded to it
-        identity["vocab_size"] = model.config.vocab_size
-        folder += f"-{model.config.vocab_size}"
+    folder = "-".join([f"top{stage.distil.top_k}", *precisions, str(model.config.vocab_size)])
     with accelerator.main_process_first():
         return LogitsCache(outputs / "teacher_logits" / folder, identity, main=accelerator.is_main_process)
-
-
-def _stage_folder(folder: Path | str | None, section: Train, number: int) -> Path | None:
-    """Folder of a stage's checkpoints."""
-    if folder is None:
-        return None
-    return Path(folder) / f"{number}-{section.stages[number].name}" if section.stages else Path(folder)

@@ -29,7 +29,7 @@ from surgery.models.runtime import requires_grad
 from surgery.recipe import Base, Optimizer, Train
 from surgery.train.optimizer import adamw, mark_trainable, spliced_parameters
 from surgery.train.targets import Targets
-from surgery.train.trainer import train_stage
+from surgery.train.trainer import StageTrainer
 from tests.support.battery import (
     assert_cache_is_as_large_as_said,
     base,
@@ -119,7 +119,7 @@ def test_training_changes_what_the_recipe_names(name: str, tmp_path: Path) -> No
     kept = {k: v.clone() for k, v in hybrid.state_dict().items()}
     rates = {"warmup": 0, "weight_decay": 0.1}
     section = Train.model_validate({"steps": 1, "trainable": "new_heads", "sources": [KV], "optimizer": rates})
-    train_stage(hybrid, pico_tokenizer(), section, 0, Accelerator(cpu=True), Targets(grafts=plan.grafts))
+    StageTrainer(hybrid, pico_tokenizer(), section, 0, Accelerator(cpu=True), Targets(grafts=plan.grafts)).run()
     changed = {k for k, v in hybrid.state_dict().items() if not torch.equal(v, kept[k])}
     assert changed == {k for k in kept if any(f"{g.site.path}.attention." in k for g in plan.grafts)}
     assert len(changed) == len(spliced_parameters(hybrid)) > 0

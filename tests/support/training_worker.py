@@ -25,11 +25,12 @@ from safetensors.torch import load_file, save_file
 from surgery.models.lookup import family_of
 from surgery.recipe import Train
 from surgery.train.targets import Targets
+from surgery.train.trainer import StageTrainer
 from surgery.train.training import make_accelerator
 from surgery.types import Graft
 from tests.support.kernels import with_kernels
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
-from tests.support.stage_run import StageRun
+from tests.support.stage_run import record_gradients
 
 ROOT = Path(__file__).parents[2]
 FSDP2 = ROOT / "recipes" / "accelerate" / "fsdp2.yaml"
@@ -107,7 +108,7 @@ def shard() -> None:
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
 
-def stage_run(folder: Path, train: Train, double: bool = False, on_step: Any = None) -> StageRun:
+def stage_run(folder: Path, train: Train, double: bool = False, on_step: Any = None) -> StageTrainer:
     """A hybrid of two layers with one spliced head, on what `section` says; checkpoints go to FOLDER/steps."""
     model, base = pico_hybrid([pico_site(1)], **SHAPE), pico_base(**SHAPE)
     if double:
@@ -115,13 +116,14 @@ def stage_run(folder: Path, train: Train, double: bool = False, on_step: Any = N
     site = family_of(base.config).mixers(base.config)[1]
     graft = Graft(site, (2,), "add", "ssm", ("segment_end",))
     targets = Targets(base=base, grafts=(graft,))
-    return StageRun(model, pico_tokenizer(), train, 0, folder / "steps", make_accelerator(), targets, on_step)
+    steps = folder / "steps"
+    return StageTrainer(model, pico_tokenizer(), train, 0, make_accelerator(), targets, folder=steps, on_step=on_step)
 
 
 def gradients(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
     """Of the first step, before clipping."""
     made = stage_run(folder, section(folder, 1, **more))
-    recorded = made.record_gradients()
+    recorded = record_gradients(made)
     made.run()
     return recorded
 

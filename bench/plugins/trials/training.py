@@ -25,6 +25,7 @@ from surgery.locate.methods import Candidates
 from surgery.models.lookup import geometry_of
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document, rng_of
+from surgery.recipe.objectives import OBJECTIVES
 from surgery.scoring.ranking import gold_log_probabilities, query_batches
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
@@ -125,7 +126,9 @@ def trial_loss(hybrid: PreTrainedModel, plan: Plan, batch: EncodedBatch) -> Tens
             batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, splice_queries=batch.read_query
         )
     reads = [graft.reads for graft in plan.grafts]
-    return answer_loss(output.logits, batch) + attention_loss(output.splice_attentions, reads, batch)
+    answers, supervised = (OBJECTIVES[name].count(batch) for name in ("answer", "attention"))
+    attention = attention_loss(output.splice_attentions, reads, batch)
+    return answer_loss(output.logits, batch) / answers + attention / supervised
 
 
 def take_step(loss: Tensor, optimizer: torch.optim.AdamW, step: int, method: str) -> None:

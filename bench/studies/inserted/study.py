@@ -49,7 +49,7 @@ from surgery.recipe import Base, Evaluate, Optimizer, Source, Splice, Train, Wei
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.train.targets import Targets
-from surgery.train.trainer import train_stage
+from surgery.train.trainer import StageTrainer
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, ScoredHead
 
@@ -222,7 +222,7 @@ def run_arm(arm: Arm, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         plan = make_plan(heads, base.config, arm.splice, arm.seed)
         model, grafts = splice_model(base, plan, arm.splice), plan.grafts
     targets = Targets(base=base, grafts=grafts)
-    history = train_stage(model, tokenizer, arm.train, arm.seed, make_accelerator(), targets).history
+    history = StageTrainer(model, tokenizer, arm.train, arm.seed, make_accelerator(), targets).run()
     trained = time.process_time()
     result = evaluate_model(
         model, tokenizer, arm.evaluate, 0, make_prompts(arm.evaluate, PROMPTS_SEED, tokenizer=tokenizer)

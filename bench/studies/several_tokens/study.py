@@ -28,9 +28,11 @@ from surgery.data.user import read_documents
 from surgery.probes.documents import Document, Split
 from surgery.probes.words import key_words
 from surgery.recipe import Data, Source, Train
+from surgery.recipe.objectives import OBJECTIVES
 from surgery.scoring.generation import exact_answers
+from surgery.train.micro_batches import Counts
 from surgery.train.targets import Targets
-from surgery.train.trainer import train_stage
+from surgery.train.trainer import StageTrainer
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId
 
@@ -68,14 +70,16 @@ class FirstTokens(Targets):
     def weighted_losses(
         self,
         model: torch.nn.Module,
-        source: Source,
+        sources: Mapping[int, Source],
         batch: EncodedBatch,
-        counts: Mapping[str, float] | None = None,
+        counts: Counts,
         progress: float = 0.5,
+        rows: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Losses without the reads of later tokens, divided by the terms that are left."""
         first = replace(batch, read_query=None, read_segment_end=None, read_answer_token=None)
-        return super().weighted_losses(model, source, first, None, progress)
+        left = {(index, name): OBJECTIVES[name].count(first) for index, name in counts}
+        return super().weighted_losses(model, sources, first, left, progress, rows)
 
 
 def run_arm(arm: str, options: argparse.Namespace, data: Data, held_out: list[Document]) -> list[float]:
@@ -91,7 +95,7 @@ def run_arm(arm: str, options: argparse.Namespace, data: Data, held_out: list[Do
         }
     )
     targets = (FirstTokens if arm == "first token" else Targets)(grafts=plan.grafts)
-    train_stage(model, tokenizer, section, options.seed, make_accelerator(), targets)
+    StageTrainer(model, tokenizer, section, options.seed, make_accelerator(), targets).run()
     answers = exact_answers(model, tokenizer, held_out, 64)
     shares = [float(x.double().mean()) for x in (answers.first_token, answers.correct)]
     return [*losses_by_token(model, encode(held_out, tokenizer), options.reads), *shares]

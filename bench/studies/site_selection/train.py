@@ -20,12 +20,13 @@ from surgery.evaluate.evaluation import evaluate_model
 from surgery.evaluate.prompts import PromptSet
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Source, Splice
+from surgery.recipe.objectives import OBJECTIVES
 from surgery.run.evaluate_stage import versions
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.train.losses import attention_loss
 from surgery.train.targets import Targets
-from surgery.train.trainer import train_stage
+from surgery.train.trainer import StageTrainer
 from surgery.train.training import make_accelerator
 from surgery.types import HeadId, HeadSet, Plan, Reads, ScoredHead
 
@@ -48,7 +49,8 @@ class RowTargets(Targets):
         """Losses of the library, and the attention loss on documents with a gold position."""
         losses = super().weighted_losses(model, source, batch, *given, **named)
         if self.rows is not None and bool((batch.answer_token >= 0).any()):
-            losses["attention"] = attention_loss(self.rows(batch), self.reads, batch)
+            reads = OBJECTIVES["attention"].count(batch)
+            losses["attention"] = attention_loss(self.rows(batch), self.reads, batch) / reads
         return losses
 
 
@@ -103,7 +105,7 @@ def run_arm(
     section = budget.train(arm.supervised and arm.kind == "softmax", arm.trains != "all")
     with prepared(arm, base, budget) as (model, supervision):
         targets = RowTargets(base=base, **supervision)
-        history = train_stage(model, tokenizer, section, arm.seed, make_accelerator(), targets).history
+        history = StageTrainer(model, tokenizer, section, arm.seed, make_accelerator(), targets).run()
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     halfway = time.perf_counter()
     result = evaluate_model(model, tokenizer, budget.evaluate, 0, prompts)

@@ -47,7 +47,7 @@ from surgery.recipe import Base, Locate, Source, Splice, Train, Weights
 from surgery.scoring.ranking import answer_choices
 from surgery.stats import holm, mcnemar
 from surgery.train.targets import Targets
-from surgery.train.trainer import train_stage
+from surgery.train.trainer import StageTrainer
 from surgery.train.training import make_accelerator
 from surgery.types import HeadSet, Reads, ScoredHead, head_set_from_json, to_json
 
@@ -209,7 +209,7 @@ def run_arm(
     began = time.perf_counter()
     with prepared(arm, base, experiment.budget) as (model, supervision):
         targets = Targets(base=base, **supervision)
-        history = train_stage(model, tokenizer, section, arm.seed, make_accelerator(), targets).history
+        history = StageTrainer(model, tokenizer, section, arm.seed, make_accelerator(), targets).run()
     halfway = time.perf_counter()
     model.eval()
     gold = {f"{t.name}/{t.choices}": round(on_gold(model, tokenizer, t, arm), 4) for t in asking} if arm.heads else {}

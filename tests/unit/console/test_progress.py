@@ -16,15 +16,6 @@ from surgery.console.progress import Bars, PlainStream, plain, show_progress
 from surgery.errors import SurgeryError
 
 
-def test_a_note_is_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
-    Bars().note("data", "[x].jsonl: found: 3")
-    assert capsys.readouterr().out == "     data  [x].jsonl: found: 3\n"
-
-
-def test_the_output_is_not_a_terminal() -> None:
-    assert not progress.out.is_terminal, "these tests read plain lines"
-
-
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What a terminal of 140 columns receives. Its clock is set by `steps`."""
@@ -50,22 +41,18 @@ def steps(bars: Bars) -> None:
     bars.finish("locate", 1.0)
 
 
-def test_a_bar_shows_the_time_left(terminal: io.StringIO) -> None:
+def test_a_bar_shows_the_time_left_quiet_nothing_and_verbose_every_step(terminal: io.StringIO) -> None:
     steps(Bars())
     shown = Text.from_ansi(terminal.getvalue()).plain
     assert "3/40 0:00:30 0:06:10 left  a note" in shown and "3 of 40" not in shown
     assert "memory  1 GiB" in shown and "done in 1.0 s" in shown
-
-
-def test_quiet_shows_nothing_and_verbose_every_step(terminal: io.StringIO) -> None:
-    show_progress("quiet")
-    steps(Bars())
-    assert terminal.getvalue() == ""
-    show_progress("verbose")
-    steps(Bars())
-    shown = terminal.getvalue().splitlines()
-    assert shown[0] == "   locate  measuring ..." and shown[1].startswith(" " * 11 + "1 of 40  a note, ")
-    assert len(shown) == 6 and "\x1b" not in terminal.getvalue()
+    for amount, expected in (("quiet", 0), ("verbose", 6)):
+        terminal.truncate(terminal.seek(0))
+        show_progress(amount)
+        steps(Bars())
+        lines = terminal.getvalue().splitlines()
+        assert len(lines) == expected and "\x1b" not in terminal.getvalue()
+    assert lines[0] == "   locate  measuring ..." and lines[1].startswith(" " * 11 + "1 of 40  a note, ")
 
 
 ESCAPES = "a\x1b[2J\x1b]0;t\x07\x9b31m\x7f\r\u202eb"
@@ -106,7 +93,8 @@ def test_streams_write_names_that_are_not_utf8_and_no_escapes() -> None:
     assert piped(both) == (b"a\\x1b[2J \\udcff\n\x1b[1m\n", 0)
 
 
-def test_an_output_without_a_reader_ends_the_command_as_sigpipe_would() -> None:
+def test_an_output_without_a_reader_or_space_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """As SIGPIPE would, or with one line."""
     ours, theirs = os.pipe()
     os.close(ours)
     stream = PlainStream(open(theirs, "w", encoding="utf-8"))  # noqa: SIM115
@@ -117,9 +105,6 @@ def test_an_output_without_a_reader_ends_the_command_as_sigpipe_would() -> None:
         assert ended.value.code == 141
     stream.write("buffered")
     assert stream.last_flush() == 141 and stream.last_flush() == 0, "nothing is left for the end of the process"
-
-
-def test_a_full_device_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert piped(lambda stream: print("x", file=stream), "/dev/full")[1] == 2
     assert capsys.readouterr().err == "error: output: No space left on device. Free some space, or write elsewhere.\n"
     with pytest.raises(SurgeryError, match=r"^output: No space left"):

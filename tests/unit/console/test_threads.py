@@ -10,30 +10,22 @@ import psutil
 import pytest
 
 from surgery.console import threads
-from surgery.console.progress import show_progress
 from surgery.console.threads import cpu_quota, free_threads, use_free_cores
 
 
-@pytest.mark.parametrize(
-    ("cores", "allowed", "quota", "busy", "ranks", "expected"),
-    [
-        (16, 16, None, 0.0, 1, 16),
+def test_threads_are_free_cores_shared_by_ranks() -> None:
+    for cores, allowed, quota, busy, ranks, expected in (
         (16, 16, None, 0.3, 1, 16),  # what a desktop does at rest
         (16, 4, None, 0.0, 1, 4),
         (16, 16, 2.5, 0.0, 1, 2),
         (16, 16, None, 11.8, 1, 4),
         (16, 4, None, 10.0, 1, 4),  # six cores are free, and it may run on four
         (16, 16, None, 0.0, 4, 4),
-        (2, 2, None, 2.0, 1, 1),
         (2, 2, None, 9.0, 1, 1),
         (2, 2, 0.5, 0.0, 1, 1),
         (2, 2, None, 0.0, 8, 1),
-    ],
-)
-def test_threads_are_free_cores_shared_by_ranks(
-    cores: int, allowed: int, quota: float | None, busy: float, ranks: int, expected: int
-) -> None:
-    assert free_threads(cores, allowed, quota, busy, ranks) == expected
+    ):
+        assert free_threads(cores, allowed, quota, busy, ranks) == expected, (cores, allowed, quota, busy, ranks)
 
 
 def quota_of(tmp_path: Path, own: str, files: dict[str, str]) -> float | None:
@@ -45,20 +37,14 @@ def quota_of(tmp_path: Path, own: str, files: dict[str, str]) -> float | None:
     return cpu_quota(tmp_path / "sys", tmp_path / "own")
 
 
-def test_the_quota_is_the_smallest_of_all_groups(tmp_path: Path) -> None:
+def test_the_quota_is_the_smallest_of_all_control_groups(tmp_path: Path) -> None:
     files = {"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000", "cpu.max": "400000 100000"}
-    assert quota_of(tmp_path, "0::/a/b\n", files) == 2.5
-    assert quota_of(tmp_path, "0::/c\n", files) == 4.0
-
-
-def test_the_quota_of_the_first_version_of_control_groups(tmp_path: Path) -> None:
+    assert quota_of(tmp_path / "v2", "0::/a/b\n", files) == 2.5
+    assert quota_of(tmp_path / "v2", "0::/c\n", files) == 4.0
     files = {"cpu/a/cpu.cfs_quota_us": "150000", "cpu/a/cpu.cfs_period_us": "100000"}
     files |= {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
-    assert quota_of(tmp_path, "4:memory:/a\n3:cpu,cpuacct:/a\n0::/a\n", files) == 1.5
-    assert quota_of(tmp_path, "3:cpu,cpuacct:/\n4:memory:/a\n", files) is None
-
-
-def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
+    assert quota_of(tmp_path / "v1", "4:memory:/a\n3:cpu,cpuacct:/a\n0::/a\n", files) == 1.5
+    assert quota_of(tmp_path / "v1", "3:cpu,cpuacct:/\n4:memory:/a\n", files) is None
     assert cpu_quota(tmp_path, tmp_path / "none") is None
 
 
@@ -97,34 +83,19 @@ def test_a_rank_uses_its_share_and_only_the_first_one_prints(
 
 
 @pytest.mark.usefixtures("busy_machine")
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
-def test_a_number_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "3")
-    use_free_cores()
-    assert os.environ.get("OMP_NUM_THREADS") == {"OMP_NUM_THREADS": "3"}.get(name)
-
-
-@pytest.mark.usefixtures("busy_machine")
-def test_a_caller_that_imported_torch_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", sys)
-    use_free_cores()
-    assert "OMP_NUM_THREADS" not in os.environ
-
-
-@pytest.mark.usefixtures("busy_machine")
-def test_a_free_machine_keeps_the_default_of_torch(
+def test_a_number_that_is_set_already_stays(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By the user, by a caller that imported torch, or by torch itself on a free machine."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "3")
+        use_free_cores()
+        assert os.environ.get("OMP_NUM_THREADS") == {"OMP_NUM_THREADS": "3"}.get(name)
+        monkeypatch.delenv(name)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch", sys)
+        use_free_cores()
+        assert "OMP_NUM_THREADS" not in os.environ
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 1.0)
     use_free_cores()
     assert "OMP_NUM_THREADS" not in os.environ and capsys.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("busy_machine")
-def test_quiet_prints_no_number(capsys: pytest.CaptureFixture[str]) -> None:
-    show_progress("quiet")
-    try:
-        use_free_cores()
-    finally:
-        show_progress("normal")
-    assert os.environ["OMP_NUM_THREADS"] == "4" and capsys.readouterr().err == ""

@@ -39,35 +39,31 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exported(folder: Path, tokenizer: Any, template: str | None = None) -> Any:
-    export_model(
-        pico_hybrid([pico_site(0, [1, 3])], vocab_size=1024, seed=1), tokenizer, folder, Export(chat_template=template)
-    )
+    model = pico_hybrid([pico_site(0, [1, 3])], vocab_size=1024, seed=1)
+    export_model(model, tokenizer, folder, Export(chat_template=template))
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
-def test_the_bases_template_is_kept(place: str, tmp_path: Path) -> None:
-    """Wherever the base has it. It is written and listed as a file of its own."""
-    base = tmp_path / "base"
-    pico_tokenizer().save_pretrained(base)
-    if place == "chat_template.jinja":
-        (base / place).write_text(BASES_OWN)
-    else:
-        config = json.loads((base / place).read_text())
-        (base / place).write_text(json.dumps({**config, "chat_template": BASES_OWN}))
-    tokenizer = load_tokenizer(Base(model=str(base)))
-    loaded = exported(tmp_path / "export", tokenizer)
-    assert loaded.chat_template == tokenizer.chat_template == BASES_OWN
-    assert (tmp_path / "export" / "chat_template.jinja").read_text() == BASES_OWN
-    record = json.loads((tmp_path / "export" / "export.json").read_text())
-    assert "chat_template.jinja" in record["files"]
-    text = loaded.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
-    assert text == "<system>Answer with a word.\n<user>The colour of the sky is\n>"
-
-
-def test_without_one_there_is_none(tmp_path: Path) -> None:
-    assert exported(tmp_path / "export", pico_tokenizer()).chat_template is None
-    assert not (tmp_path / "export" / "chat_template.jinja").exists()
+def test_the_bases_template_is_kept(tmp_path: Path) -> None:
+    """Wherever the base has it. It is written and listed as a file of its own. Without one there is none."""
+    for place in ("chat_template.jinja", "tokenizer_config.json", "nowhere"):
+        base, folder = tmp_path / place / "base", tmp_path / place / "export"
+        pico_tokenizer().save_pretrained(base)
+        if place == "chat_template.jinja":
+            (base / place).write_text(BASES_OWN)
+        elif place == "tokenizer_config.json":
+            config = json.loads((base / place).read_text())
+            (base / place).write_text(json.dumps({**config, "chat_template": BASES_OWN}))
+        tokenizer = load_tokenizer(Base(model=str(base)))
+        loaded = exported(folder, tokenizer)
+        listed = json.loads((folder / "export.json").read_text())["files"]
+        if place == "nowhere":
+            assert loaded.chat_template is None and "chat_template.jinja" not in listed
+            continue
+        assert loaded.chat_template == tokenizer.chat_template == BASES_OWN
+        assert (folder / "chat_template.jinja").read_text() == BASES_OWN and "chat_template.jinja" in listed
+        text = loaded.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
+        assert text == "<system>Answer with a word.\n<user>The colour of the sky is\n>"
 
 
 def test_a_file_replaces_the_bases(tmp_path: Path) -> None:
@@ -79,21 +75,18 @@ def test_a_file_replaces_the_bases(tmp_path: Path) -> None:
 
 
 def test_plain_is_the_text_of_the_conversation() -> None:
-    tokenizer = with_chat_template(pico_tokenizer(), "plain")
+    """It starts as the tokenizer starts a text."""
+    begins = copy.deepcopy(pico_tokenizer())
+    begins.bos_token = begins.eos_token
+    start = (begins.bos_token, begins.bos_token_id)
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single=f"{start[0]} $A", special_tokens=[start])
     text = "Answer with a word.\nThe colour of the sky is blue.\nThe colour of grass is"
-    for prompt in (True, False):
-        assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt) == text
-    ids = tokenizer.apply_chat_template(CHAT[1:2], add_generation_prompt=True)["input_ids"]
-    assert ids == tokenizer(CHAT[1]["content"])["input_ids"], "one message: the tokens of a completion"
-
-
-def test_plain_starts_as_the_tokenizer_starts_a_text() -> None:
-    tokenizer = copy.deepcopy(pico_tokenizer())
-    tokenizer.bos_token = tokenizer.eos_token
-    start = (tokenizer.bos_token, tokenizer.bos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{start[0]} $A", special_tokens=[start])
-    found = with_chat_template(tokenizer, "plain").apply_chat_template(CHAT[1:2], add_generation_prompt=True)
-    assert found["input_ids"] == tokenizer(CHAT[1]["content"])["input_ids"] and found["input_ids"][0] == start[1]
+    for plain, before in ((pico_tokenizer(), ""), (begins, start[0])):
+        tokenizer = with_chat_template(plain, "plain")
+        for prompt in (True, False):
+            assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt) == before + text
+        ids = tokenizer.apply_chat_template(CHAT[1:2], add_generation_prompt=True)["input_ids"]
+        assert ids == plain(CHAT[1]["content"])["input_ids"], "one message: the tokens of a completion"
 
 
 def test_a_chat_answers_as_the_text(tmp_path: Path) -> None:
@@ -121,11 +114,9 @@ def test_a_template_that_is_not_saved_is_found(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "export").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_what_is_no_template_is_refused(tmp_path: Path) -> None:
+    refused: tuple[tuple[bytes | None, str], ...] = (
         (None, r"No such template\. Use plain, or the path of a Jinja file\."),
-        ("folder", r"The file cannot be read\. Use a Jinja file in UTF-8\."),
         (b"\xff\xfe{{ messages }}", r"The file cannot be read\. Use a Jinja file in UTF-8\."),
         (b" \n", r"The file is empty\."),
         (b"a\n{% for m in messages %}\nb", r"line [23] \(TemplateSyntaxError: .*\)\. Jinja cannot render one message"),
@@ -134,15 +125,13 @@ def test_a_template_that_is_not_saved_is_found(tmp_path: Path, monkeypatch: pyte
         (b"{{ messages[0].content.index('!') }}", r"\(substring not found\)\. Jinja cannot render"),
         (b"{{ ''.__class__.__mro__ }}", r"\(SecurityError: .*\)\. Jinja cannot render"),
         (b"{% if false %}x{% endif %}", r"It renders no text for one message of a user\. Correct the template\."),
-    ],
-)
-def test_what_is_no_template_is_refused(content: bytes | str | None, message: str, tmp_path: Path) -> None:
-    """Before anything is written."""
+    )
     file = tmp_path / "chat.jinja"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    elif content:
-        file.mkdir()
-    with pytest.raises(RecipeError, match=rf"^export\.chat_template: \S*chat\.jinja.*{message}"):
-        exported(tmp_path / "export", pico_tokenizer(), str(file))
-    assert not (tmp_path / "export").exists()
+    for content, message in refused:
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(RecipeError, match=rf"^export\.chat_template: \S*chat\.jinja.*{message}"):
+            with_chat_template(pico_tokenizer(), str(file))
+    with pytest.raises(RecipeError, match="The file cannot be read"):
+        exported(tmp_path / "export", pico_tokenizer(), str(tmp_path))
+    assert not (tmp_path / "export").exists(), "it is refused before anything is written"

@@ -92,31 +92,28 @@ def test_heads_located_on_own_prompts_say_so(recipe: Recipe, tmp_path: Path) -> 
         assert str(tmp_path) not in text and "own.jsonl" in text
 
 
-@pytest.mark.parametrize("written", [True, False], ids=["behind the id", "as revision"])
-def test_pinned_revisions_are_published(written: bool) -> None:
+def test_pinned_revisions_are_published() -> None:
     """Of every model that a recipe names, its tokenizer and its data, in whichever way they are given."""
+    for written in (True, False):
 
-    def pinned(name: str) -> dict[str, str]:
-        return {"model": f"org/{name}@{name}123"} if written else {"model": f"org/{name}", "revision": f"{name}123"}
+        def pinned(name: str) -> dict[str, str]:
+            if written:  # noqa: B023
+                return {"model": f"org/{name}@{name}123"}
+            return {"model": f"org/{name}", "revision": f"{name}123"}
 
-    train = {
-        "steps": 1,
-        "teacher": pinned("guide"),
-        "sources": [{"data": {"path": "org/rows", "revision": "r1"}, "rows": 1, "weights": {"distil": 1.0}}],
-    }
-    base = {**pinned("base"), "tokenizer": "org/words@w1"}
-    plain = {"name": "x", "base": base, "train": train}
-    spliced = {**plain, "splice": {"init": "teacher", "teacher": pinned("donor")}}
-    tuned = {**plain, "splice": None, "control": pinned("control")}
-    for recipe in (check_recipe(spliced), check_recipe(tuned)):
-        shared = public_recipe(recipe)
-        models = [m for m in (shared.base, shared.control, shared.teacher, shared.train.teacher) if m is not None]
-        assert len(models) == 3
-        for model in models:
-            assert model.revision == f"{model.model.removeprefix('org/')}123"
-        assert shared.base.tokenizer == "org/words@w1"
-        assert shared.train.own_data[0].revision == "r1"
-        assert public_recipe(shared) == shared and check_recipe(yaml.safe_load(to_yaml(shared))) == shared
+        source = {"data": {"path": "org/rows", "revision": "r1"}, "rows": 1, "weights": {"distil": 1.0}}
+        train = {"steps": 1, "teacher": pinned("guide"), "sources": [source]}
+        plain = {"name": "x", "base": {**pinned("base"), "tokenizer": "org/words@w1"}, "train": train}
+        with_donor = {**plain, "splice": {"init": "teacher", "teacher": pinned("donor")}}
+        tuned = {**plain, "splice": None, "control": pinned("control")}
+        for recipe in (check_recipe(with_donor), check_recipe(tuned)):
+            shared = public_recipe(recipe)
+            models = [m for m in (shared.base, shared.control, shared.teacher, shared.train.teacher) if m is not None]
+            assert len(models) == 3
+            for model in models:
+                assert model.revision == f"{model.model.removeprefix('org/')}123"
+            assert shared.base.tokenizer == "org/words@w1" and shared.train.own_data[0].revision == "r1"
+            assert public_recipe(shared) == shared and check_recipe(yaml.safe_load(to_yaml(shared))) == shared
 
 
 def test_a_chat_template_is_named_without_its_folder(recipe: Recipe, tmp_path: Path) -> None:
@@ -135,17 +132,20 @@ def test_an_export_folder_is_called_by_its_runs_name(tmp_path: Path) -> None:
 
 
 def test_the_licence_is_the_bases_own(tmp_path: Path) -> None:
-    """A base's card names it, in a folder and with a licence of its own name; links stay links."""
+    """A base's card names it, in a folder and with a licence of its own name; links stay links. Or the recipe's."""
     front = (
         "---\nlicense: other\nlicense_name: own-terms\nlicense_link: LICENSE\nbase_model: owner/first\n---\n# base\n"
     )
     (tmp_path / "README.md").write_text(front)
-    data = read(model_card(spliced(str(tmp_path)), None, plan(), RESULTS, card_of(str(tmp_path))))
+    base_card = card_of(str(tmp_path))
+    data = read(model_card(spliced(str(tmp_path)), None, plan(), RESULTS, base_card))
     assert (data.license, data.license_name, data.license_link) == ("other", "own-terms", "LICENSE")
     assert (data.base_model, data.base_model_relation) == ("owner/first", "finetune")
-    from_hub = read(model_card(spliced("owner/base"), None, plan(), RESULTS, card_of(str(tmp_path))))
+    from_hub = read(model_card(spliced("owner/base"), None, plan(), RESULTS, base_card))
     assert from_hub.license_link == "https://huggingface.co/owner/base/blob/main/LICENSE"
     assert from_hub.base_model == "owner/base"
+    own = spliced(str(tmp_path), license="llama3.2")
+    assert read(model_card(own, None, plan(), RESULTS, base_card)).license == "llama3.2"
 
 
 def test_a_licence_that_nobody_names_is_not_guessed(tmp_path: Path) -> None:
@@ -157,38 +157,13 @@ def test_a_licence_that_nobody_names_is_not_guessed(tmp_path: Path) -> None:
         assert read(card).license == "unknown" and "**Unknown**" in card
 
 
-def test_the_recipes_licence_comes_first(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
-    recipe = spliced(str(tmp_path), license="llama3.2")
-    assert read(model_card(recipe, None, plan(), RESULTS, card_of(str(tmp_path)))).license == "llama3.2"
-
-
-@pytest.mark.parametrize("key", ["license", "license_name", "license_link", "base_model"])
-@pytest.mark.parametrize(
-    "value",
-    [
-        "3",
-        "true",
-        "!!timestamp 2020-01-01",
-        "{a: b}",
-        "[1]",
-        "[[x]]",
-        '"\\ud800"',
-        "[" * 3000,
-        "!!binary aGk=",
-        "&a [*a]",
-    ],
-)
-def test_entries_that_are_no_text_are_left_out(tmp_path: Path, key: str, value: str) -> None:
-    (tmp_path / "README.md").write_text(f"---\n{key}: {value}\n---\n")
-    assert card_of(str(tmp_path)) == {}
-    model_card(spliced(str(tmp_path)), None, plan(), RESULTS, card_of(str(tmp_path))).encode()
-
-
-@pytest.mark.parametrize("content", ["no front matter", "---\n- a\n---\n", "---\na: [\n---\n", "\xff"])
-def test_a_card_that_cannot_be_read_is_no_card(tmp_path: Path, content: str) -> None:
-    (tmp_path / "README.md").write_text(content, encoding="latin-1")
-    assert card_of(str(tmp_path)) == {}
+def test_what_is_no_text_in_the_bases_card_is_left_out(tmp_path: Path) -> None:
+    """A card that cannot be read is no card."""
+    values = ("3", "true", "!!timestamp 2020-01-01", "{a: b}", "[1]", "[[x]]", '"\\ud800"', "[" * 3000, "!!binary aGk=")
+    wrong = [f"---\nlicense: {value}\nbase_model: {value}\n---\n" for value in (*values, "&a [*a]")]
+    for content in (*wrong, "no front matter", "---\n- a\n---\n", "---\na: [\n---\n", "\xff"):
+        (tmp_path / "README.md").write_text(content, encoding="latin-1")
+        assert card_of(str(tmp_path)) == {}, content[:80]
 
 
 def test_the_model_index_holds_the_hybrids_numbers_and_no_others() -> None:
@@ -270,32 +245,25 @@ def test_first_token_and_loss_are_rows_and_results_of_their_own(recipe: Recipe) 
     assert metrics["rows.jsonl, held-out rows, first token", "accuracy"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("method", "gloss"), [("aggregate", " (ablation at the query)"), ("sharpen", " (oracle read)"), ("unknown", "")]
-)
-def test_the_way_to_select_heads_is_named_and_explained(method: str, gloss: str) -> None:
-    heads = replace(head_set(3, 4), method=method)
-    card = model_card(spliced("owner/base"), heads, plan(), RESULTS)
-    assert f"Heads were selected by `{method}`{gloss} on generated KV-retrieval prompts (seed 0)." in card
-
-
-@pytest.mark.parametrize("method", ["sharpen", "list"])
-def test_a_fine_tuned_hybrid_s_recipe_does_not_say_how_its_heads_were_located(recipe: Recipe, method: str) -> None:
-    card = model_card(recipe, replace(head_set(3, 4), method=method), plan(), RESULTS)
-    (sentence,) = (line for line in card.splitlines() if line.startswith("Heads were"))
-    assert "for the model before fine-tuning (" in sentence and "prompts" not in sentence
+def test_the_way_to_select_heads_is_named_and_explained(recipe: Recipe) -> None:
+    """Those without a ranking were not selected by scores. A fine-tuned hybrid's recipe does not say where."""
+    for method, said in (
+        ("aggregate", "selected by `aggregate` (ablation at the query) on generated KV-retrieval prompts (seed 0)."),
+        ("sharpen", "selected by `sharpen` (oracle read) on generated KV-retrieval prompts (seed 0)."),
+        ("random", "drawn at random (`splice.select: random`, seed 0)."),
+        ("list", "listed in the recipe (`splice.select: list`, seed 0)."),
+    ):
+        heads = replace(head_set(3, 4), method=method)
+        assert f"Heads were {said}" in model_card(spliced("owner/base"), heads, plan(), RESULTS)
+        tuned = model_card(recipe, heads, plan(), RESULTS)
+        (sentence,) = (line for line in tuned.splitlines() if line.startswith("Heads were"))
+        assert "for the model before fine-tuning (" in sentence and "prompts" not in sentence
 
 
 def test_a_bar_in_a_name_does_not_end_a_cell(recipe: Recipe) -> None:
     results = {"arms": {name: {"held_out": {"a|b.jsonl": {**SHARE, "n": 8}}} for name in ("base", "hybrid")}}
     (row,) = (line for line in model_card(recipe, None, plan(), results).splitlines() if "a\\|b.jsonl, held" in line)
     assert row.replace("\\|", "").count("|") == 5
-
-
-@pytest.mark.parametrize(("method", "how"), [("random", "drawn at random"), ("list", "listed in the recipe")])
-def test_heads_without_a_ranking_were_not_selected_by_scores(method: str, how: str) -> None:
-    card = model_card(spliced("owner/base"), replace(head_set(3, 4), method=method), plan(), RESULTS)
-    assert f"Heads were {how} (`splice.select: {method}`, seed 0)." in card and "selected by" not in card
 
 
 def test_retrieval_is_claimed_only_for_located_heads_with_a_measured_effect_in_a_base_that_retrieves() -> None:

@@ -91,6 +91,7 @@ def call(hub: HubServer, folder: Path) -> Caller:
 
 
 def test_a_new_repository_is_private_and_holds_the_folder(call: Caller) -> None:
+    """The second time nothing is sent and nothing committed."""
     done = call()
     repository = call.hub.repositories[NAME]
     assert repository.private and done.private
@@ -98,30 +99,18 @@ def test_a_new_repository_is_private_and_holds_the_folder(call: Caller) -> None:
     assert set(done.sent) == set(contents(call.folder)) and done.checked == 5
     assert done.commit == repository.refs["main"].oid and done.url == f"{call.hub.url}/{NAME}/commit/{done.commit}"
     assert len(repository.commits) == 2, "the folder arrives in one commit"
-
-
-def test_public_is_public(call: Caller) -> None:
-    assert not call(public=True).private
-    assert not call.hub.repositories[NAME].private
+    received, second = call.hub.received, call()
+    assert second.sent == () and second.commit == done.commit and second.checked == 5
+    assert call.hub.received == received and len(repository.commits) == 2
 
 
 def test_nothing_goes_by_accident_where_everyone_can_read(call: Caller) -> None:
     call.hub.create(NAME, private=False)
     assert "this repository is public" in call.refused()
     assert call.hub.files(NAME) == {} and call(public=True).sent
-
-
-def test_a_private_repository_stays_private(call: Caller) -> None:
-    call.hub.create(NAME, private=True)
-    assert call(public=True).private
-    assert any("stays private" in line for line in call.said)
-
-
-def test_the_second_time_nothing_is_sent_and_nothing_committed(call: Caller) -> None:
-    first, received = call(), call.hub.received
-    second = call()
-    assert second.sent == () and second.commit == first.commit and second.checked == 5
-    assert call.hub.received == received and len(call.hub.repositories[NAME].commits) == 2
+    call.hub.create("someone/other", private=True)
+    assert call(repo_id="someone/other", public=True).private and any("stays private" in line for line in call.said)
+    assert not call(repo_id="someone/new", public=True).private and not call.hub.repositories["someone/new"].private
 
 
 def test_only_what_changed_is_sent(call: Caller) -> None:
@@ -182,19 +171,17 @@ def test_one_broken_connection_is_not_noticed(call: Caller, waits: list[float]) 
     assert call().checked == 5 and len(waits) == 1
 
 
-@pytest.mark.parametrize(
-    ("path", "doing"),
-    [
+def test_rate_limits_are_waited_for(call: Caller) -> None:
+    for branch, (path, doing) in enumerate((
         ("/repos/create", "find or create the repository"),
-        ("/branch/", "create the branch a"),
+        ("/branch/", "create the branch 1"),
         ("/validate-yaml", "upload the files"),
         ("/commit/", "upload the files"),
-    ],
-)
-def test_rate_limits_are_waited_for(call: Caller, path: str, doing: str) -> None:
-    call.hub.fail("POST", path, 429, times=2, headers={"Retry-After": "7"})
-    assert call(revision="a").checked == 5 and call.slept == [7.0, 7.0]
-    assert call.said.count(f"could not {doing} (429, no); retrying in 7 s") == 2
+    )):  # fmt: skip
+        call.hub.fail("POST", path, 429, times=2, headers={"Retry-After": "7"})
+        call.said.clear(), call.slept.clear()
+        assert call(revision=str(branch)).checked == 5 and call.slept == [7.0, 7.0], path
+        assert call.said.count(f"could not {doing} (429, no); retrying in 7 s") == 2
 
 
 def test_where_the_client_waits_by_itself_it_is_not_waited_twice(call: Caller, waits: list[float]) -> None:
@@ -203,12 +190,18 @@ def test_where_the_client_waits_by_itself_it_is_not_waited_twice(call: Caller, w
 
 
 def test_waiting_has_a_bound(call: Caller) -> None:
+    """What is no number, or none that can be waited for, is as nothing."""
     call.hub.fail("POST", "/commit/", 429, headers={"Retry-After": "2"})
     message = call.refused()
     assert call.slept == [2.0] * (TRIES - 1) and "429" in message and f"{AGAIN} in 2 s" in message
-    call.hub.failures[0].headers = {"Retry-After": str(int(LONGEST_WAIT) + 1)}
-    call.slept.clear()
-    assert f"{AGAIN} in 301 s" in call.refused() and call.slept == []
+    for text, slept, said in (
+        (str(int(LONGEST_WAIT) + 1), [], "in 301 s"),
+        ("9" * 12, [], "later"),
+        *((text, [1.0, 2.0, 4.0], "later") for text in ("soon", "-5", "inf", "nan", "9" * 400)),
+    ):
+        call.hub.failures[0].headers = {"Retry-After": text}
+        call.slept.clear()
+        assert f"{AGAIN} {said}" in call.refused() and call.slept == slept, text
 
 
 def test_a_fault_of_the_hub_is_tried_again_and_makes_no_second_commit(call: Caller) -> None:
@@ -240,27 +233,29 @@ def test_a_commit_whose_answer_is_lost_is_found_and_not_made_twice(call: Caller,
     assert len(repository.commits) == 2 and len(repository.requests) == pull_request
 
 
-@pytest.mark.parametrize(
-    ("status", "path", "field", "hint"),
-    [
+def test_an_answer_becomes_one_line(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    for status, path, field, hint in (
         (401, "/repos/create", "token", "hf auth login"),
         (403, "/repos/create", NAME, "write access"),
         (404, "/commit/", NAME, "Check the name"),
         (409, "/commit/", NAME, AGAIN),
         (413, "/commit/", NAME, "See the answer of the Hub"),
         (503, "/repos/create", NAME, AGAIN),
-    ],
-)
-def test_an_answer_becomes_one_line(call: Caller, status: int, path: str, field: str, hint: str) -> None:
-    call.hub.fail("POST", path, status, text="a reason")
-    message = call.refused()
-    assert message.startswith(f"{field}: could not ") and f"({status}, a reason)" in message and hint in message
-    assert "\n" not in message
-
-
-def test_a_token_that_may_only_read_is_refused(call: Caller) -> None:
+    ):
+        call.hub.failures.clear()
+        call.hub.fail("POST", path, status, text="a reason")
+        message = call.refused()
+        assert message.startswith(f"{field}: could not ") and f"({status}, a reason)" in message and hint in message
+        assert "\n" not in message
+    call.hub.failures.clear()
     call.hub.writable = False
     assert "write access" in call.refused()
+    call.hub.url = "http://127.0.0.1:9"
+    message = call.refused()
+    assert message.startswith("http://127.0.0.1:9: could not ") and AGAIN in message
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    call.slept.clear()
+    assert "HF_HUB_OFFLINE" in call.refused() and call.slept == []
 
 
 def test_a_changed_byte_on_the_way_back_is_found(call: Caller) -> None:
@@ -275,34 +270,33 @@ def test_a_file_that_the_hub_leaves_out_is_found(call: Caller) -> None:
         call()
 
 
-def test_nobody_is_there(call: Caller) -> None:
-    call.hub.url = "http://127.0.0.1:9"
-    message = call.refused()
-    assert message.startswith("http://127.0.0.1:9: could not ") and AGAIN in message
-
-
-def test_offline_is_said(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in call.refused() and call.slept == []
-
-
 def test_a_hub_without_xet_is_said(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
     assert "HF_HUB_DISABLE_XET=1" in call.refused()
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_what_cannot_be_meant_is_refused_before_any_request(call: Caller) -> None:
+    for given, said in (
         ({"repo_id": "hybrid"}, "Use OWNER/NAME"),
         ({"repo_id": "a/b/c"}, "ORG/NAME"),
         ({"repo_id": "someone/two words"}, "ORG/NAME"),
         ({"pull_request": True, "revision": "other"}, "--pr"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_before_any_request(call: Caller, given: dict[str, object], said: str) -> None:
-    assert said in call.refused(**given)
+    ):
+        assert said in call.refused(**given)
+    for option in ("message", "revision"):
+        for text, said in (
+            (f"see {TOKEN}", "a token"),
+            ("of /home/bob/base", "/home/bob"),
+            ("a\x1b[2J", "the control character U+001B"),
+            ("a\u202eb", "the control character U+202E"),
+            ("a\rb", "the control character U+000D"),
+        ):
+            told = call.refused(**{option: text})
+            assert told.startswith(f"--{option}: ") and said in told and TOKEN not in told
     assert call.hub.log == []
+    titles = ("A title\n\nand\ta text", "32\u00a0tokens", "a family: \U0001f469\u200d\U0001f467")
+    for number, title in enumerate(titles):
+        assert call(repo_id=f"someone/{number}", message=title).sent, "what a terminal only shows is no fault"
 
 
 def test_a_folder_that_does_not_verify_is_refused_before_any_request(
@@ -369,31 +363,21 @@ def test_names_and_texts_are_searched_before_any_request_and_every_place_is_name
     assert call.refused().startswith("name of ghp_") and call.hub.log == []
 
 
-def test_message_and_revision_are_checked_before_any_request(call: Caller) -> None:
-    for option in ("message", "revision"):
-        for text, said in ((f"see {TOKEN}", "a token"), ("of /home/bob/base", "/home/bob"), ("a\x1b[2J", "control")):
-            told = call.refused(**{option: text})
-            assert told.startswith(f"--{option}: ") and said in told and TOKEN not in told
-    assert call.hub.log == [] and call(message="A title\n\nand a text").sent
-
-
-@pytest.mark.parametrize("name", ["config.json", "figures/link", ".hidden/link"])
-def test_links_are_not_followed(call: Caller, name: str, tmp_path: Path) -> None:
+def test_links_and_what_the_record_does_not_list_are_refused_by_name(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("{}")
-    path = call.folder / name
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)
-    path.symlink_to(tmp_path / "secret")
-    assert call.refused().startswith(f"{name}: a symbolic link") and call.hub.log == []
-
-
-@pytest.mark.parametrize("name", [".cache/x", ".env", "notes.txt", "figures/more.zip", "__pycache__/a.pyc"])
-def test_what_the_record_does_not_list_is_refused_by_name(call: Caller, name: str) -> None:
+    for name in ("figures/link", ".hidden/link"):
+        path = call.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(tmp_path / "secret")
+        assert call.refused().startswith(f"{name}: a symbolic link") and call.hub.log == []
+        path.unlink()
     list_again(call.folder)
-    (call.folder / name).parent.mkdir(exist_ok=True)
-    (call.folder / name).write_text("x")
-    with pytest.raises(ModelError, match=rf"^{re.escape(name)}: not listed in export.json"):
-        check_publishable(call.folder)
+    for name in (".cache/x", ".env", "notes.txt", "figures/more.zip", "__pycache__/a.pyc"):
+        (call.folder / name).parent.mkdir(exist_ok=True)
+        (call.folder / name).write_text("x")
+        with pytest.raises(ModelError, match=rf"^{re.escape(name)}: not listed in export.json"):
+            check_publishable(call.folder)
+        (call.folder / name).unlink()
 
 
 def test_a_file_that_changes_after_the_checks_is_not_sent(call: Caller) -> None:
@@ -414,20 +398,3 @@ def test_a_record_that_changes_during_the_checks_is_found(call: Caller, monkeypa
 
     monkeypatch.setattr(surgery.export.verify, "verify_folder", change)
     assert "changed during the checks" in call.refused() and call.hub.log == []
-
-
-def test_a_wait_may_be_a_date_or_nothing_that_can_be_read(call: Caller) -> None:
-    call.hub.fail("POST", "/commit/", 429, headers={"Retry-After": "x"})
-    for text, slept, said in (
-        ("soon", [1.0, 2.0, 4.0], "later"),
-        ("\u00b2".encode("utf-8").decode("latin-1"), [1.0, 2.0, 4.0], "later"),
-        ("-5", [1.0, 2.0, 4.0], "later"),
-        ("inf", [1.0, 2.0, 4.0], "later"),
-        ("9" * 400, [1.0, 2.0, 4.0], "later"),
-        ("9" * 12, [], "later"),
-        ("Fri, 31 Dec 9999 23:59:59 GMT", [], "later"),
-        ("Mon, 01 Jan 2001 00:00:00 GMT", [1.0, 2.0, 4.0], "later"),
-    ):
-        call.hub.failures[0].headers = {"Retry-After": text}
-        call.slept.clear()
-        assert f"{AGAIN} {said}" in call.refused() and call.slept == slept, text

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
-import pytest
 from transformers import GenerationConfig
 
 from surgery.export.transformers_folder import write_folder
+from surgery.recipe import Export
 from tests.support.pico import pico_hybrid, pico_site, pico_tokenizer
 
 END = pico_tokenizer().eos_token_id
 
 
-@pytest.mark.parametrize(
-    ("of_base", "of_tokenizer", "exported"),
-    [
+def test_generation_ends_at_the_base_s_tokens(tmp_path: Path) -> None:
+    for of_base, of_tokenizer, exported in (
         ([END, 7, 9], True, [END, 7, 9]),  # a chat model ends at several tokens
-        (END, True, END),
         (END + 5, True, END),  # the default of transformers' class
         (None, True, END),
         (END + 5, False, END + 5),
-    ],
-)
-def test_generation_ends_at_the_base_s_tokens(of_base: Any, of_tokenizer: bool, exported: Any, tmp_path: Path) -> None:
-    model, tokenizer = pico_hybrid([pico_site(1)]), copy.deepcopy(pico_tokenizer())
-    model.generation_config = GenerationConfig(eos_token_id=of_base)
-    if not of_tokenizer:
-        tokenizer.eos_token = None
-    write_folder(model, tokenizer, tmp_path, "1GB")
-    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == exported
+    ):
+        model, tokenizer = pico_hybrid([pico_site(1)]), copy.deepcopy(pico_tokenizer())
+        model.generation_config = GenerationConfig(eos_token_id=of_base)
+        if not of_tokenizer:
+            tokenizer.eos_token = None
+        write_folder(model, tokenizer, tmp_path, Export())
+        assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == exported

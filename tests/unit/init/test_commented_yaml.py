@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -21,29 +22,22 @@ DATA: dict[str, Any] = {
 }
 
 
-def plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-@pytest.mark.parametrize(
-    "comments",
-    [{}, {("locate", "pairs"): "a: #b"}, {("train", "sources", 1): "why", ("train",): "x " * 200, ("tasks", 0): "y"}],
-)
-def test_values_load_again(comments: dict[Any, str]) -> None:
-    assert load_yaml(commented_yaml(DATA, comments, ["head", ""])) == plain(DATA)
+def test_values_load_again() -> None:
+    long = {
+        ("locate", "pairs"): "word " * 100,
+        ("train", "sources", 1): "why",
+        ("train",): "x " * 200,
+        ("tasks", 0): "y",
+    }
+    for comments in ({}, {("locate", "pairs"): "a: #b"}, long):
+        text = commented_yaml(DATA, comments, ["head", ""])
+        assert load_yaml(text) == json.loads(json.dumps(DATA)) and max(map(len, text.splitlines())) <= 120
 
 
 def test_a_comment_stands_above_its_value() -> None:
     lines = commented_yaml(DATA, {("locate", "filler"): "far", ("train", "sources", 1): "second"}).splitlines()
     assert lines[lines.index("  # far") + 1] == "  filler: [0, 20]"
     assert lines[lines.index("    # second") + 1] == "    - {task: kv, rows: 2}"
-
-
-def test_long_comments_are_wrapped() -> None:
-    lines = commented_yaml(DATA, {("locate", "pairs"): "word " * 100}).splitlines()
-    assert max(map(len, lines)) <= 120 and sum(line.startswith("  # word") for line in lines) > 3
 
 
 def test_a_comment_without_a_value_is_a_fault() -> None:

@@ -65,12 +65,11 @@ def test_what_was_measured_is_in_the_recipe_and_its_comments() -> None:
     assert {"closed_book", "perplexity"} <= {entry.task for entry in recipe.evaluate.tasks}
 
 
-@pytest.mark.parametrize(("state", "width"), [(16, 64), (32, None), (128, None)])
-def test_copies_are_widened_where_the_state_is_small(state: int, width: int | None) -> None:
+def test_copies_are_widened_where_the_state_is_small() -> None:
     config = pico_config(vocab_size=1024)
-    config.state_size = state
-    recipe, _ = written(findings(config=config))
-    assert recipe.splice is not None and recipe.splice.min_width == width
+    for config.state_size, width in ((16, 64), (32, None), (128, None)):
+        recipe, _ = written(findings(config=config))
+        assert recipe.splice is not None and recipe.splice.min_width == width
 
 
 def test_training_covers_half_to_twice_the_pairs_and_supervises_attention() -> None:
@@ -127,31 +126,26 @@ def test_the_users_data_is_a_source() -> None:
     assert recipe.train.own_data[0].path == "mine.jsonl" and "# Your data: 3 of 4." in text
 
 
-@pytest.mark.parametrize(
-    ("parameters", "machine", "expected"),
-    [
-        (130_000_000, CPU, {"steps": 100, "trainable": "all", "micro_batch": None}),
-        (130_000_000, replace(CPU, on_gpu=True, memory=80 * GIB), {"steps": 400, "trainable": "all"}),
-        (8_000_000_000, replace(CPU, on_gpu=True, memory=80 * GIB), {"trainable": "new_heads", "precision": "bf16"}),
-        (130_000_000, replace(CPU, memory=2**16), {"trainable": "new_heads", "micro_batch": 1}),
-    ],
-)
-def test_large_bases_train_less(parameters: int, machine: Machine, expected: dict[str, Any], monkeypatch: Any) -> None:
+def test_large_bases_train_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surgery.init.initial_recipe._estimate", lambda data: 2**30)
-    recipe, text = written(findings(parameters=parameters, machine=machine))
-    assert {key: getattr(recipe.train, key) for key in expected} == expected
-    assert "Memory: about 1.0 GiB" in " ".join(text.replace("#", "").split())
+    gpu = replace(CPU, on_gpu=True, memory=80 * GIB)
+    for parameters, machine, expected in (
+        (130_000_000, CPU, {"steps": 100, "trainable": "all", "micro_batch": None}),
+        (130_000_000, gpu, {"steps": 400, "trainable": "all"}),
+        (8_000_000_000, gpu, {"trainable": "new_heads", "precision": "bf16"}),
+        (130_000_000, replace(CPU, memory=2**16), {"trainable": "new_heads", "micro_batch": 1}),
+    ):
+        recipe, text = written(findings(parameters=parameters, machine=machine))
+        assert {key: getattr(recipe.train, key) for key in expected} == expected
+        assert "Memory: about 1.0 GiB" in " ".join(text.replace("#", "").split())
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
+def test_names_are_names_of_folders() -> None:
+    for model, name in (
         ("owner/mamba2-130m", "mamba2-130m"),
         ("runs/a b/", "a-b"),
         ("owner/mamba2-130m@abc", "mamba2-130m"),
         ("..", None),
-    ],
-)
-def test_names_are_names_of_folders(model: str, name: str | None) -> None:
-    assert name is None or recipe_name(model) == name
-    check_recipe({"name": recipe_name(model), "base": {"model": "b"}})
+    ):
+        assert name is None or recipe_name(model) == name
+        check_recipe({"name": recipe_name(model), "base": {"model": "b"}})

@@ -84,25 +84,11 @@ def test_a_run_that_diverges_does_not_stop_the_others(path: Path, started: list[
     assert [point["values"]["train.optimizer.lr"] for point in summary["points"]] == [0.1, 0.01]
     assert list(summary["diverged"]) == ["tiny-train.optimizer.lr-1"]
 
-
-def test_the_control_is_read_from_another_run_if_its_own_diverges(path: Path, started: list[Any]) -> None:
-    folder = path.parent / "s"
-    with pytest.raises(TrainingDiverged, match="1 of 2 runs diverged"):
+    with pytest.raises(TrainingDiverged, match="1 of 2 runs diverged"):  # the control of another run is read
         run_sweep(load_grid(path, ["splice.num_heads=0,1,2", "name=wild1"]), folder)
-    summary = json.loads((folder / "sweep.json").read_text())
-    assert [(point["values"]["splice.num_heads"], point["run"]) for point in summary["points"]] == [
-        (0, "wild1-splice.num_heads-2"), (2, "wild1-splice.num_heads-2"),
-    ]  # fmt: skip
-
-
-def test_any_other_error_stops_the_sweep(path: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: Any) -> None:
-        raise RunError("run folder", "x", "The disk is full.")
-
-    monkeypatch.setattr(recipe_sweep, "run_pipeline", full)
-    with pytest.raises(RunError, match="disk is full"):
-        run_sweep(load_grid(path, ["seed=0,1"]), path.parent / "s")
-    assert not (path.parent / "s" / "sweep.json").exists()
+    points = json.loads((folder / "sweep.json").read_text())["points"]
+    found = [(point["values"]["splice.num_heads"], point["run"]) for point in points]
+    assert found == [(n, "wild1-splice.num_heads-2") for n in (0, 2)]
 
 
 def test_equal_bases_are_loaded_once_for_the_checks(
@@ -110,9 +96,8 @@ def test_equal_bases_are_loaded_once_for_the_checks(
 ) -> None:
     loaded: list[str] = []
     load = recipe_sweep.Run.base.__globals__["load_model"]
-    monkeypatch.setitem(
-        recipe_sweep.Run.base.__globals__, "load_model", lambda base: (loaded.append(base.model), load(base))[1]
-    )
+    counted = lambda base: (loaded.append(base.model), load(base))[1]  # noqa: E731
+    monkeypatch.setitem(recipe_sweep.Run.base.__globals__, "load_model", counted)
     run_sweep(load_grid(path, ["seed=0,1,2"]), path.parent / "s")
     assert len(loaded) == 1
 

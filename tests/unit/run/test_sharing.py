@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,36 +61,20 @@ def head_set(select: str, chosen: int) -> HeadSet:
     return HeadSet("m", "r", "g", heads, heads[:chosen], select, 0, {"accuracy": Interval(0.8, 0.7, 0.9, 8)})
 
 
-def test_a_finished_stage_is_taken_with_its_time(tmp_path: Path) -> None:
-    control = BY_NAME["control"]
-    other = run(tmp_path / "a", recipe(num_heads=1))
-    key = finish(other, control)
-    new = run(tmp_path / "b", recipe(num_heads=4), tmp_path / "a")
-    origin = find_origin(new, control, control.key(new))
-    assert origin is not None and str(origin) == "copied from a"
-    take_stage(new, control, key, origin)
-    assert new.rundir.is_fresh("control", key, control.outputs(new.recipe))
-    manifest = json.loads((tmp_path / "b" / ".stages" / "control.json").read_text())
-    assert (manifest["seconds"], manifest["origin"]) == (7.5, "copied from a")
-    assert all(
-        (tmp_path / "b" / name).is_dir() == (other.folder / name).is_dir() for name in control.outputs(new.recipe)
-    )
-
-
-def test_adapters_are_those_of_the_training_that_is_taken(tmp_path: Path) -> None:
-    train = BY_NAME["train"]
-    for name, made in (("lora", recipe(trainable="lora")), ("all", recipe())):
-        other = run(tmp_path / name, made)
-        key = finish(other, train)
-        if name == "lora":
-            write_json(tmp_path / "lora" / "adapters" / "adapter_config.json", {"r": 8})
-        new = run(tmp_path / "new", made, tmp_path / name)
-        origin = find_origin(new, train, key)
-        assert origin is not None
-        take_stage(new, train, key, origin)
-        found = tmp_path / "new" / "adapters" / "adapter_config.json"
-        assert found.is_file() == (name == "lora")
-        assert new.rundir.is_fresh("train", key, train.outputs(new.recipe))
+def test_a_finished_stage_is_taken_with_its_time_and_adapters(tmp_path: Path) -> None:
+    for number, (name, trainable) in enumerate((("control", "all"), ("train", "lora"), ("train", "all"))):
+        stage, folder = BY_NAME[name], tmp_path / str(number)
+        key = finish(run(folder / "a", recipe(num_heads=1, trainable=trainable)), stage)
+        adapters = Path("adapters") / "adapter_config.json"
+        write_json(folder / ("a" if trainable == "lora" else "b") / adapters, {"r": 8})
+        new = run(folder / "b", recipe(num_heads=4 if name == "control" else 1, trainable=trainable), folder / "a")
+        origin = find_origin(new, stage, stage.key(new))
+        assert origin is not None and str(origin) == "copied from a"
+        take_stage(new, stage, key, origin)
+        assert new.rundir.is_fresh(name, key, stage.outputs(new.recipe))
+        manifest = json.loads((folder / "b" / ".stages" / f"{name}.json").read_text())
+        assert (manifest["seconds"], manifest["origin"]) == (7.5, "copied from a")
+        assert name == "control" or (folder / "b" / adapters).is_file() == (trainable == "lora")
 
 
 def test_what_is_not_the_same_or_not_finished_is_not_taken(tmp_path: Path) -> None:
@@ -104,13 +89,10 @@ def test_what_is_not_the_same_or_not_finished_is_not_taken(tmp_path: Path) -> No
             other.rundir.forget(stage.name)
         new = run(folder / "b", recipe(seed=1 if change == "seed" else 0), folder / "a")
         assert find_origin(new, stage, stage.key(new)) is None, change
-
-
-def test_without_a_control_there_is_nothing_to_take(tmp_path: Path) -> None:
-    control, made = BY_NAME["control"], recipe(trainable="new_heads")
+    control, made = BY_NAME["control"], recipe(trainable="new_heads")  # there is none
     finish(run(tmp_path / "a", made), control)
     new = run(tmp_path / "b", made, tmp_path / "a")
-    assert control.outputs(new.recipe) == () and find_origin(new, control, control.key(new)) is None
+    assert control.outputs(made) == () and find_origin(new, control, control.key(new)) is None
 
 
 def test_heads_are_chosen_again_only_where_nothing_new_is_measured(tmp_path: Path) -> None:
@@ -155,9 +137,6 @@ def test_a_choice_from_scores_equals_that_of_a_measurement() -> None:
 def test_weights_are_linked_where_links_are_supported_and_other_files_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*given: Any) -> None:
-        raise PermissionError(1, "not permitted")
-
     (tmp_path / "a").mkdir()
     for name in ("model.safetensors", "config.json"):
         (tmp_path / "a" / name).write_text(name)
@@ -165,11 +144,9 @@ def test_weights_are_linked_where_links_are_supported_and_other_files_copied(
         (tmp_path / target).mkdir()
         (tmp_path / target / "old").write_text("old")
         if not linked:
-            monkeypatch.setattr(os, "link", refuse)
+            monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError))
         copy_entry(tmp_path / "a", tmp_path / target)
-        files = sorted(path.name for path in (tmp_path / target).iterdir())
-        assert files == ["config.json", "model.safetensors"], "the folder is replaced"
-        for name, same in (("model.safetensors", linked), ("config.json", False)):
-            assert (tmp_path / target / name).read_text() == name
-            assert os.path.samefile(tmp_path / "a" / name, tmp_path / target / name) == same
+        same = {path.name: path.samefile(tmp_path / "a" / path.name) for path in (tmp_path / target).iterdir()}
+        assert same == {"model.safetensors": linked, "config.json": False}
+        assert (tmp_path / target / "model.safetensors").read_text() == "model.safetensors"
     assert not list(tmp_path.rglob("*.tmp"))

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from surgery.data.encoding import encode
 from surgery.errors import ProbeError
@@ -32,28 +31,22 @@ def paths(most: int) -> Paths:
     return found
 
 
-@pytest.mark.parametrize("most", [2, 3, 4])
-def test_every_choice_is_predicted_from_its_own_prompt_and_tokens(most: int) -> None:
-    found = paths(most)
-    B, K, _ = found.choices.shape
-    for b in range(B):
-        for k in range(K):
-            begun = found.choices[b, k][found.choices[b, k] >= 0][:-1]
-            if len(begun):
-                path = int(found.of_choice[b, k])
-                assert found.owner[path] == b
-                assert found.real[path, : len(begun)].all() and torch.equal(found.ids[path, : len(begun)], begun)
-
-
-@pytest.mark.parametrize("most", [2, 3, 4])
-def test_nothing_is_decoded_twice(most: int) -> None:
+def test_every_choice_has_a_path_and_nothing_is_decoded_twice() -> None:
     """No path of a prompt begins another, and each is the beginning of some choice."""
-    found = paths(most)
-    rows = [(int(o), *row[real].tolist()) for o, row, real in zip(found.owner, found.ids, found.real, strict=True)]
-    assert all(a[: len(b)] != b for i, a in enumerate(rows) for j, b in enumerate(rows) if i != j)
-    for b, *path in rows:
-        assert any(choice[: len(path)].tolist() == path for choice in found.choices[b])
-    assert set(found.owner.tolist()) == {0, 2, 3}, "one prompt's choices are single tokens"
+    for most in (2, 3, 4):
+        found = paths(most)
+        for b, choices in enumerate(found.choices):
+            for k, choice in enumerate(choices):
+                begun = choice[choice >= 0][:-1]
+                if len(begun):
+                    path = int(found.of_choice[b, k])
+                    assert found.owner[path] == b and found.real[path, : len(begun)].all()
+                    assert torch.equal(found.ids[path, : len(begun)], begun)
+        rows = [(int(o), *row[real].tolist()) for o, row, real in zip(found.owner, found.ids, found.real, strict=True)]
+        assert all(a[: len(b)] != b for i, a in enumerate(rows) for j, b in enumerate(rows) if i != j)
+        for b, *path in rows:
+            assert any(choice[: len(path)].tolist() == path for choice in found.choices[b])
+        assert set(found.owner.tolist()) == {0, 2, 3}, "one prompt's choices are single tokens"
 
 
 def test_ten_first_digits_for_a_hundred_numbers() -> None:
@@ -63,35 +56,26 @@ def test_ten_first_digits_for_a_hundred_numbers() -> None:
     assert paths_of(prompts()) is None
 
 
-@pytest.mark.parametrize("most", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_are_those_of_one_whole_pass_for_each_choice(name: str, most: int) -> None:
+def test_scores_are_those_of_one_whole_pass_for_each_choice(name: str) -> None:
     """Left-padded, all paths together or one at a time."""
-    model, batch = MODELS[name](), long_prompts(most)
+    model, batch = MODELS[name](), long_prompts(3)
     expected = whole_passes(model, batch)
     for memory in (2**29, 1):
-        torch.testing.assert_close(scored_choices(model, batch, paths(most), memory), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(scored_choices(model, batch, paths(3), memory), expected, atol=1e-4, rtol=0)
     assert expected[expected > -torch.inf].std() > 0.1
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return pico_base(vocab_size=1024, layers=2)
-
-
-def test_answers_are_those_of_the_whole_text(model: PreTrainedModel) -> None:
-    documents = dictionaries()
-    found = answer_choices(model, digit_tokenizer(), documents, 4)
+def test_answers_are_those_of_the_whole_text() -> None:
+    """Whatever the batch size."""
+    model, documents = pico_base(vocab_size=1024, layers=2), dictionaries()
+    found, alone = (answer_choices(model, digit_tokenizer(), documents, size) for size in (4, 1))
+    assert torch.equal(alone.correct, found.correct)
     for row, document in enumerate(documents):
         batch = encode([document], digit_tokenizer(), "left", until_answer=True)
         expected = margins(whole_passes(model, batch), batch)
-        torch.testing.assert_close(found.margin[row : row + 1], expected, atol=1e-4, rtol=0)
-
-
-def test_answers_do_not_depend_on_the_batch_size(model: PreTrainedModel) -> None:
-    one, other = (answer_choices(model, digit_tokenizer(), dictionaries(), size) for size in (1, 6))
-    torch.testing.assert_close(one.margin, other.margin, atol=1e-4, rtol=0)
-    assert torch.equal(one.correct, other.correct)
+        for scores in (found, alone):
+            torch.testing.assert_close(scores.margin[row : row + 1], expected, atol=1e-4, rtol=0)
 
 
 def test_one_step_does_not_score_them() -> None:

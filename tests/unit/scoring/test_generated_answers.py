@@ -112,28 +112,24 @@ def test_an_answer_may_have_a_token_for_every_byte() -> None:
     assert 2 < count < max_answer_tokens(document)
 
 
-@pytest.mark.parametrize(
-    ("text", "answers", "bounded", "said"),
-    [
+def test_what_counts_as_said_here_and_in_lm_eval() -> None:
+    for text, answers, bounded, said in (
         (" 42\nThe", ["42"], True, True),
         ("42and", ["42"], True, True),
         ("421", ["42"], True, False),
         ("421", ["42"], False, True),
         ("4", ["42"], True, False),
         ("", ["42"], True, False),
-        ("42", ["42"], True, True),
         ("so 42", ["42"], True, False),
         ("foxes", ["fox"], True, False),
         ("fox.", ["fox"], True, True),
         ("17, then 42", ["42", "17"], True, True),
         ("17 and 4", ["42", "17"], True, False),
-    ],
-)
-def test_what_counts_as_said_here_and_in_lm_eval(text: str, answers: list[str], bounded: bool, said: bool) -> None:
-    assert is_match(text, answers, bounded) == said
-    row = {"answers": answers, "bounded": bounded}
-    begun = float(is_match(text, answers, bounded=False))
-    assert said_in_lm_eval(row, [text]) == {"exact_match": float(said), "begun": begun}
+    ):
+        assert is_match(text, answers, bounded) == said, text
+        row = {"answers": answers, "bounded": bounded}
+        begun = float(is_match(text, answers, bounded=False))
+        assert said_in_lm_eval(row, [text]) == {"exact_match": float(said), "begun": begun}, text
 
 
 def test_a_copied_passage_has_no_end() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from surgery.evaluate.evaluation import evaluate_model, p_values
 from surgery.evaluate.prompts import PromptSet
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate
-from surgery.scoring.generation import check_beams, exact_answers, generate_greedy
+from surgery.scoring.generation import ExactAnswers, check_beams, exact_answers, generate_greedy
 from surgery.scoring.ranking import answer_nats, perplexity
 from surgery.stats import wilson
 from tests.support.oracles import naive_generate_greedy
@@ -92,63 +93,52 @@ class Parrot(torch.nn.Module):
         return torch.cat([ids, new.expand(len(ids), -1)], 1)
 
 
-@pytest.mark.parametrize(
-    ("says", "answer", "right"),
-    [
-        (f"42{END}", "42", True),
-        (f" 42{END}", "42", True),
-        (f"4{END}", "42", False),
-        (f"42 and more{END}", "42", False),
-        (f"42{END} and more", "42", True),
-        (END, "42", False),
-    ],
-)
-def test_right_is_the_whole_answer_and_no_more(says: str, answer: str, right: bool) -> None:
+def exact(text: str, documents: list[Document], size: int = 64, tokenizer: Any = None) -> ExactAnswers:
+    """Of a model that says this text."""
+    return exact_answers(Parrot(text), tokenizer or pico_tokenizer(), documents, size)  # type: ignore[arg-type]
+
+
+def test_right_is_the_whole_answer_and_no_more() -> None:
     """A long answer beside it leaves room for more tokens than this one has."""
-    documents = [document("Who?\n", answer), document("Who?\n", "the old baker of the market")]
-    found = exact_answers(Parrot(says), pico_tokenizer(), documents, 2).correct  # type: ignore[arg-type]
-    assert found.tolist() == [right, False]
+    documents = [document("Who?\n", "42"), document("Who?\n", "the old baker of the market")]
+    for says, right in (
+        (f"42{END}", True),
+        (f" 42{END}", True),
+        (f"4{END}", False),
+        (f"42 and more{END}", False),
+        (f"42{END} and more", True),
+        (END, False),
+    ):
+        for size in (1, 2):
+            assert exact(says, documents, size).correct.tolist() == [right, False], says
 
 
 def test_without_an_end_token_what_follows_the_answer_does_not_count() -> None:
     short, long = document("Who?\n", "42", end=""), document("Who?\n", "the old baker of the market", end="")
-    found = exact_answers(Parrot("42 and more"), pico_tokenizer(), [short, long], 2).correct  # type: ignore[arg-type]
-    assert found.tolist() == [True, False]
-    ends = exact_answers(Parrot(f"42{END} and"), pico_tokenizer(), [document("Who?\n", "42\n", end=""), long], 2)  # type: ignore[arg-type]
+    assert exact("42 and more", [short, long]).correct.tolist() == [True, False]
+    ends = exact(f"42{END} and", [document("Who?\n", "42\n", end=""), long])
     assert ends.correct.tolist() == [True, False] and ends.generated == ["42", "42"], "a text ends at the end token"
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_batch_does_not_decide_whether_an_answer_must_end(size: int) -> None:
-    documents = [document("Who?\n", answer) for answer in ("42", "17", "the old baker")]
-    for text, correct in (("42 and more", [False] * 3), (f"42{END} and more", [True, False, False])):
-        found = exact_answers(Parrot(text), pico_tokenizer(), documents, size).correct  # type: ignore[arg-type]
-        assert found.tolist() == correct
 
 
 def test_an_answer_that_the_tokenizer_normalises_can_be_right() -> None:
     tokenizer = copy.deepcopy(pico_tokenizer())
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    decomposed = document("Who?\n", "cafe\u0301")
     for text, correct in ((f"caf\u00e9{END}", True), (f"cafe{END}", False)):
-        parrot = Parrot(text)
-        assert exact_answers(parrot, tokenizer, [decomposed], 1).correct.tolist() == [correct]  # type: ignore[arg-type]
+        assert exact(text, [document("Who?\n", "cafe\u0301")], tokenizer=tokenizer).correct.tolist() == [correct]
 
 
 def test_texts_and_first_tokens_are_kept() -> None:
     tokenizer = pico_tokenizer()
     documents = [document("Who?\n", answer) for answer in ("42", "421", "the old baker")]
     first = [tokenizer(f"Who?\n{a}")["input_ids"][len(tokenizer("Who?\n")["input_ids"])] for a in ("42", "421", "the")]
-    found = exact_answers(Parrot(f" 42\n{END} and"), tokenizer, documents, 3)  # type: ignore[arg-type]
+    found = exact(f" 42\n{END} and", documents)
     assert found.wanted == ["42", "421", "the old baker"] and found.generated == [" 42\n"] * 3
     assert found.correct.tolist() == [True, False, False]
     assert found.first_token.tolist() == [False] * 3, "it begins with a space"
-    plain = exact_answers(Parrot(f"42{END}"), tokenizer, documents, 3)  # type: ignore[arg-type]
-    assert plain.first_token.tolist() == [token == first[0] for token in first]
+    assert exact(f"42{END}", documents).first_token.tolist() == [token == first[0] for token in first]
 
 
-@pytest.mark.parametrize("size", [1, 2, 64])
-def test_the_loss_is_that_of_the_answers_tokens_alone(size: int) -> None:
+def test_the_loss_is_that_of_the_answers_tokens_alone() -> None:
     """From whole unpadded passes, over the answer with its end."""
     model, tokenizer = pico_hybrid([pico_site(1, [1, 3])], vocab_size=1024, layers=2).eval(), pico_tokenizer()
     documents = [document("Who?\n", "42"), document("the old baker went to the market\n", "the miller", end="")]
@@ -159,11 +149,9 @@ def test_the_loss_is_that_of_the_answers_tokens_alone(size: int) -> None:
         with torch.no_grad():
             log_p = model(ids, use_cache=False).logits[0].log_softmax(-1)
         losses += [-float(log_p[t - 1, ids[0, t]]) for t in range(begin, ids.shape[1])]
-    nats, tokens = answer_nats(model, tokenizer, documents, size)
-    assert tokens == len(losses) and nats == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-
-
-def test_texts_without_answers_have_no_such_loss() -> None:
+    for size in (1, 2):
+        nats, tokens = answer_nats(model, tokenizer, documents, size)
+        assert tokens == len(losses) and nats == pytest.approx(sum(losses) / len(losses), rel=1e-4)
     with pytest.raises(ProbeError, match="no answers"):
         answer_nats(pico_base(vocab_size=1024, layers=1), pico_tokenizer(), [Document("texts", "one two")], 2)
 
@@ -199,13 +187,12 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     assert p_values({"base": arm, "other": arm}, "base")["other"] == {"held_out/rows.jsonl": 1.0}
 
 
-@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
-def test_more_beams_than_memory_are_refused_before_generation(name: str) -> None:
-    model = pico_base()
-    setattr(model.generation_config, name, 10**6)
-    with pytest.raises(
-        ModelError, match=rf"generation_config\.json {name}: 1000000\. They need more .* at most \d+\."
-    ) as error:
+def test_more_beams_than_memory_are_refused_before_generation() -> None:
+    for name in ("num_beams", "num_return_sequences"):
+        model = pico_base()
+        setattr(model.generation_config, name, 10**6)
+        said = rf"generation_config\.json {name}: 1000000\. They need more .* at most \d+\."
+        with pytest.raises(ModelError, match=said) as error:
+            check_beams(model, 20, 2**30)
+        setattr(model.generation_config, name, int(error.value.hint.split()[-1].rstrip(".")))
         check_beams(model, 20, 2**30)
-    setattr(model.generation_config, name, int(error.value.hint.split()[-1].rstrip(".")))
-    check_beams(model, 20, 2**30)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from surgery.recipe import TrainStage, load_recipe
-from surgery.train.growth import growing_loss
+from surgery.train.step_log import growing_loss
 
 ROOT = Path(__file__).parents[3]
 VOCAB = 1024

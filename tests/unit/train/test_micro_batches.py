@@ -36,13 +36,9 @@ def assert_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) 
     assert found.keys() == whole.keys() and float(apart / scale) < 1e-5
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_micro_batches_add_up(tmp_path: Path, whole: dict[str, torch.Tensor], size: int) -> None:
-    assert_same(worker.gradients(tmp_path, micro_batch=size), whole)
-
-
-def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
-    assert_same(worker.gradients(tmp_path, gradient_checkpointing=True), whole)
+def test_no_way_to_compute_a_step_changes_its_gradient(tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
+    for more in ({"micro_batch": 1}, {"micro_batch": 2}, {"gradient_checkpointing": True}):
+        assert_same(worker.gradients(tmp_path, **more), whole)
 
 
 def test_out_of_memory_halves_the_micro_batch_and_keeps_the_step(
@@ -61,22 +57,20 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_step(
     assert "out of memory; train.sources" in caplog.text
 
 
-def test_one_document_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+def test_one_document_that_does_not_fit_is_an_error_and_others_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, says in (
+        (torch.OutOfMemoryError("CUDA out of memory."), "Out of memory with one document"),
+        (RuntimeError("shapes do not match"), "shapes do not match"),
+    ):
 
-    monkeypatch.setattr(Targets, "weighted_losses", never)
-    with pytest.raises(RunError, match="Out of memory with one document"):
-        worker.gradients(tmp_path)
+        def fail(*_: Any, error: Exception = error, **__: Any) -> Any:
+            raise error
 
-
-def test_other_errors_are_not_taken_for_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("shapes do not match")
-
-    monkeypatch.setattr(Targets, "weighted_losses", wrong)
-    with pytest.raises(RuntimeError, match="shapes do not match"):
-        worker.gradients(tmp_path)
+        monkeypatch.setattr(Targets, "weighted_losses", fail)
+        with pytest.raises((RunError, RuntimeError), match=says):
+            worker.gradients(tmp_path)
 
 
 def test_documents_of_a_length_go_together() -> None:
@@ -110,26 +104,16 @@ def split_of(*sources: dict[str, Any], **options: Any) -> tuple[list[Source], li
     return checked, StepSplit(checked, **options)(documents, pico_tokenizer())
 
 
-@pytest.mark.parametrize(
-    ("options", "passes"),
-    [
+def test_sources_share_passes() -> None:
+    for options, passes in (
         ({"packing": True}, [(0, 3, 4), (1, 2)]),  # one for each set of models that run
         ({"pass_cost": 10**6}, [(0, 3, 4), (1, 2)]),
         ({}, [(3, 4), (0,), (1, 2)]),  # long documents apart: padding costs more than a pass
         ({"packing": True, "world": 2}, [(0, 3, 4), (1, 2)]),
         ({"world": 2}, [(0,), (1,), (2,), (3,), (4,)]),  # padded passes of processes have to be the same
-    ],
-)
-def test_sources_share_passes(options: dict[str, Any], passes: list[tuple[int, ...]]) -> None:
-    _, parts = split_of(*SOURCES, **options)
-    assert sorted(part.sources for part in parts) == sorted(passes)
-
-
-def test_a_step_of_many_sources_is_one_pass() -> None:
-    """Also where their objectives differ, if no other model has to run."""
-    tasks = ("kv_repeated", "kv_retrieval", "key_echo", "records", "closed_book", "sentence", "statement")
-    _, parts = split_of(*({"task": task, "rows": 2, "weights": {"lm": 1.0}} for task in tasks), packing=True)
-    assert len(parts) == 1 and parts[0].sources == tuple(range(len(tasks)))
+    ):
+        _, parts = split_of(*SOURCES, **options)
+        assert sorted(part.sources for part in parts) == sorted(passes), options
 
 
 def losses_and_gradients(parts: list[MicroBatch], sources: list[Source]) -> tuple[dict[str, float], list[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,36 +31,23 @@ class Planted(Objective):
         return self.result if self.result is not None else inputs.base.logits.sum()
 
 
-@pytest.fixture(autouse=True)
-def planted() -> Iterator[None]:
-    register_objective("planted")(Planted)
-    yield
-    del OBJECTIVES._entries["planted"]
-
-
-def losses() -> dict[str, torch.Tensor]:
+def losses(result: Any) -> dict[str, torch.Tensor]:
+    Planted.result = result
     source = Source.model_validate({"task": "kv_retrieval", "rows": 2, "weights": {"planted": 2.0}})
-    batch = encode(sample("kv_retrieval", 2), pico_tokenizer())
-    return Targets().weighted_losses(pico_base(vocab_size=1024, layers=1), {0: source}, batch)
+    batch, model = encode(sample("kv_retrieval", 2), pico_tokenizer()), pico_base(vocab_size=1024, layers=1)
+    return Targets().weighted_losses(model, {0: source}, batch, {(0, "planted"): 1.0})
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (1.0, "objective planted: its loss returned float. Return a tensor with one number"),
-        (torch.ones(3, 2), r"objective planted: its loss returned shape \(3, 2\). Return a tensor with one number"),
-        (
-            None,
-            r"objective planted: AttributeError: 'NoneType' .*'sum'. It comes from the plugin: .*test_objectives.py",
-        ),
-    ],
-)
-def test_a_wrong_loss_is_refused(monkeypatch: pytest.MonkeyPatch, result: Any, message: str) -> None:
-    monkeypatch.setattr(Planted, "result", result)
-    with pytest.raises(SurgeryError, match=message):
-        losses()
-
-
-def test_one_number_is_multiplied_by_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planted, "result", torch.tensor(3.0))
-    assert float(losses()["planted"]) == 6.0
+def test_a_wrong_loss_is_refused_and_one_number_is_multiplied_by_the_weight() -> None:
+    register_objective("planted")(Planted)
+    try:
+        assert float(losses(torch.tensor(3.0))["planted"]) == 6.0
+        for result, says in (
+            (1.0, "objective planted: its loss returned float. Return a tensor with one number"),
+            (torch.ones(3, 2), r"objective planted: its loss returned shape \(3, 2\). Return a tensor with one number"),
+            (None, r"AttributeError: 'NoneType' .*'sum'. It comes from the plugin: .*test_objectives.py"),
+        ):
+            with pytest.raises(SurgeryError, match=says):
+                losses(result)
+    finally:
+        del OBJECTIVES._entries["planted"]

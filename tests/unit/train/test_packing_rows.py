@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import fields
 
-import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -50,15 +49,17 @@ def split(batch: EncodedBatch) -> list[tuple]:
     return sorted(found, key=str)
 
 
-@pytest.mark.parametrize("tokenizer", [pico_tokenizer, digit_tokenizer])
-def test_every_document_is_there_with_its_questions(tokenizer: Callable[[], PreTrainedTokenizerFast]) -> None:
-    batch = mixed(tokenizer)
-    packed = pack(batch)
-    assert len(packed) < len(batch) and packed.input_ids.shape[1] == row_length(batch.input_ids.shape[1])
-    assert split(packed) == split(batch)
-    assert sum(len(questions) for *_, questions, _ in split(packed)) == int((batch.target >= 0).sum())
-    assert sum(len(reads) for *_, reads in split(packed)) == int((batch.read_query >= 0).sum())
-    assert (batch.read_query.shape[1] > batch.query.shape[1]) == (tokenizer is digit_tokenizer)
+def test_every_document_is_there_with_its_questions() -> None:
+    for tokenizer in (pico_tokenizer, digit_tokenizer):
+        batch = mixed(tokenizer)
+        packed = pack(batch)
+        assert len(packed) < len(batch) and packed.input_ids.shape[1] == row_length(batch.input_ids.shape[1])
+        assert split(packed) == split(batch)
+        assert sum(len(questions) for *_, questions, _ in split(packed)) == int((batch.target >= 0).sum())
+        assert sum(len(reads) for *_, reads in split(packed)) == int((batch.read_query >= 0).sum())
+        assert (batch.read_query.shape[1] > batch.query.shape[1]) == (tokenizer is digit_tokenizer)
+        asked = packed.target >= 0  # the questions of a row come first, as everywhere
+        assert asked.any(1).sum() > 1 and not asked.int().diff(dim=1).gt(0).any()
 
 
 def test_padding_is_one_more_document_at_the_end() -> None:
@@ -71,12 +72,6 @@ def test_padding_is_one_more_document_at_the_end() -> None:
         assert (which[~real] == which[real].max() + 1).all() and not real.int().diff().gt(0).any()
     pad = pico_tokenizer().pad_token_id
     assert (packed.input_ids[packed.attention_mask == 0] == pad).all()
-
-
-def test_the_questions_of_a_row_come_first() -> None:
-    """Padding of questions stands behind them, as everywhere."""
-    there = pack(mixed()).target >= 0
-    assert there.any(1).sum() > 1 and not there.int().diff(dim=1).gt(0).any()
 
 
 def test_rows_have_few_lengths() -> None:
@@ -95,15 +90,15 @@ def test_moving_and_slicing_a_packed_batch() -> None:
             assert torch.equal(getattr(part, field.name), getattr(packed, field.name)[1:3])
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_first_fit(seed: int) -> None:
+def test_first_fit() -> None:
     """Every document once, no row longer than the longest, and not many more rows than there have to be."""
-    rng = random.Random(seed)
-    lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 60))]
-    rows = first_fit(lengths, max(lengths))
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in row) <= max(lengths) for row in rows)
-    assert len(rows) <= 11 / 9 * -(-sum(lengths) // max(lengths)) + 2
+    for seed in range(20):
+        rng = random.Random(seed)
+        lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 60))]
+        rows = first_fit(lengths, max(lengths))
+        assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+        assert all(sum(lengths[i] for i in row) <= max(lengths) for row in rows)
+        assert len(rows) <= 11 / 9 * -(-sum(lengths) // max(lengths)) + 2
 
 
 def test_what_fits_exactly_shares_a_row() -> None:

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from surgery.errors import ModelError, RecipeError, RunError
+from surgery.errors import ModelError, RecipeError
 from surgery.models.config_checks import check_unquantized
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.recipe import Splice, Train
@@ -26,9 +25,7 @@ from surgery.run.memory_estimate import weight_bytes
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import check_splices, make_plan
 from surgery.train import lora
-from surgery.train.preparing import check_stage
 from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized, resume_unquantized
-from surgery.train.targets import Targets
 from surgery.train.training import train_model
 from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
 from tests.support import four_bits
@@ -100,16 +97,16 @@ CPU = torch.device("cpu")
 
 
 class TestLayers:
-    @pytest.mark.parametrize("name", SPLICED_FAMILIES)
-    def test_only_layers_that_are_called_as_modules(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_layers_that_are_called_as_modules(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("surgery.train.quantization.BLOCK", 1)
-        model = pico_family(name)
-        layers = quantizable(model)
-        names = {name.rpartition(".")[2] for name in layers}
-        assert {"in_proj", "out_proj"} <= names and not {"x_proj", "dt_proj", "lm_head", "conv1d"} & names
-        assert model.get_output_embeddings() not in layers.values()
-        with quantized([model], settings(), CPU):  # a weight that is read directly would have half its columns
-            assert logits(model).isfinite().all()
+        for family in SPLICED_FAMILIES:
+            model = pico_family(family)
+            layers = quantizable(model)
+            names = {name.rpartition(".")[2] for name in layers}
+            assert {"in_proj", "out_proj"} <= names and not {"x_proj", "dt_proj", "lm_head", "conv1d"} & names, family
+            assert model.get_output_embeddings() not in layers.values()
+            with quantized([model], settings(), CPU):  # a weight that is read directly would have half its columns
+                assert logits(model).isfinite().all(), family
 
     def test_rows_are_whole_blocks(self) -> None:
         layers = quantizable(pico_hybrid([pico_site(1)], layers=2))  # 32 inputs of in_proj, 64 of out_proj
@@ -262,14 +259,6 @@ class TestRefusals:
         monkeypatch.setattr("surgery.train.quantization.version", _missing)
         with pytest.raises(RecipeError, match=r"train.lora.quantization: nf4.*pip install bitsandbytes"):
             settings()
-
-    @pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
-    def test_sharded_weights(self, kind: DistributedType, monkeypatch: pytest.MonkeyPatch) -> None:
-        accelerator = Accelerator(cpu=True)
-        monkeypatch.setattr(Accelerator, "distributed_type", kind)
-        monkeypatch.setattr(Accelerator, "is_fsdp2", True)
-        with pytest.raises(RunError, match=r"train.lora.quantization: nf4.*ddp.yaml"):
-            check_stage(section(), section(), Targets(), accelerator)
 
     def test_a_checkpoint_of_quantized_weights(self) -> None:
         config = pico_base().config

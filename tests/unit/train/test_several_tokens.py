@@ -18,18 +18,19 @@ from surgery.data.user import read_documents
 from surgery.models.lookup import family_of
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Data, Train
-from surgery.train import preparing as loop
-from surgery.train.objectives import counts
+from surgery.recipe.objectives import OBJECTIVES
+from surgery.train import trainer as module
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher
+from surgery.train.trainer import StageTrainer
 from surgery.types import Graft
 from tests.support.kernels import with_kernels
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
-from tests.support.stage_run import StageRun
+from tests.support.stage_run import record_gradients
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
-SITE = 1
 ONE, SEVERAL = ("4", "71", "9", "38", "5"), ("4", "7125", "91230456", "381", "the old baker")
+WEIGHTS: tuple[dict[str, float], ...] = ({"answer": 1.0, "attention": 0.5}, {"attention_kl": 1.0, "lm": 0.1})
 
 
 def data_of(folder: Path, answers: tuple[str, ...]) -> Data:
@@ -46,67 +47,50 @@ def data_of(folder: Path, answers: tuple[str, ...]) -> Data:
 
 def stage(
     folder: Path,
+    weights: dict[str, float],
     answers: tuple[str, ...] = SEVERAL,
-    weights: dict[str, float] | None = None,
     kind: type[Targets] = Targets,
     **more: Any,
-) -> StageRun:
-    weights = weights or {"answer": 1.0, "attention": 0.5}
+) -> StageTrainer:
     source = {"data": data_of(folder, answers).model_dump(), "rows": len(answers), "weights": weights}
     teaches = {"teacher": {"model": "x"}} if "attention_kl" in weights else {}
     rates = {"warmup": 1, "lr": 1e-3, "new_heads_lr": 1e-3}
     train = Train.model_validate({"steps": 1, "sources": [source], "optimizer": rates, **teaches, **more})
-    model = pico_hybrid([pico_site(SITE)], **SHAPE)
-    graft = Graft(family_of(model.config).mixers(model.config)[SITE], (2,), "add", "ssm", ("answer_token",))
+    model = pico_hybrid([pico_site(1)], **SHAPE)
+    graft = Graft(family_of(model.config).mixers(model.config)[1], (2,), "add", "ssm", ("answer_token",))
     teacher = None
     if teaches:
         llama = pico_family("llama", vocab_size=1024, num_hidden_layers=2)
         teacher = Teacher(llama, pico_tokenizer(), model.config, (graft,), train.align, train.needs)
     targets = kind(base=pico_base(**SHAPE), grafts=(graft,), teacher=teacher)
-    return StageRun(model, pico_tokenizer(), train, 0, None, Accelerator(cpu=True), targets)
+    return StageTrainer(model, pico_tokenizer(), train, 0, Accelerator(cpu=True), targets)
 
 
-def first_step(run: StageRun) -> tuple[dict[str, float], dict[str, Tensor]]:
+def without_time(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in history]
+
+
+def first_step(trainer: StageTrainer) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Losses and gradients."""
-    gradients = run.record_gradients()
-    (entry,) = run.run()
-    return {k: v for k, v in entry.items() if k != "seconds"}, gradients
+    gradients = record_gradients(trainer)
+    (entry,) = without_time(trainer.run())
+    return entry, gradients
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    scale = torch.stack([g.norm() for g in expected.values()]).norm()
-    apart = torch.stack([(found[name] - g).norm() for name, g in expected.items()]).norm()
-    assert float(scale) > 0 and float(apart / scale) < 1e-5
-
-
-OBJECTIVES = pytest.mark.parametrize(
-    "weights",
-    [{"answer": 1.0, "attention": 0.5}, {"attention": 1.0}, {"attention_kl": 1.0}, {"attention_kl": 1.0, "lm": 0.1}],
-    ids="+".join,
-)
-
-
-@OBJECTIVES
-@pytest.mark.parametrize("size", [1, 2])
-def test_micro_batches_add_up(weights: dict[str, float], size: int, tmp_path: Path) -> None:
-    losses, gradients = first_step(stage(tmp_path, weights=weights))
-    cut, cut_gradients = first_step(stage(tmp_path, weights=weights, micro_batch=size))
-    assert cut == pytest.approx(losses, rel=1e-5)
-    assert_same(cut_gradients, gradients)
-
-
-@OBJECTIVES
-def test_a_packed_step_is_the_padded_step(
+@pytest.mark.parametrize("weights", WEIGHTS, ids="+".join)
+def test_parts_and_packed_rows_have_the_losses_and_gradients_of_the_whole(
     weights: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_kernels(monkeypatch)
-    losses, gradients = first_step(stage(tmp_path, weights=weights))
-    run = stage(tmp_path, weights=weights, packing=True)
-    packed, packed_gradients = first_step(run)
-    assert run.result is not None and run.result.packing
-    assert packed == pytest.approx(losses, rel=1e-5)
-    assert_same(packed_gradients, gradients)
+    losses, gradients = first_step(stage(tmp_path, weights))
+    scale = torch.stack([g.norm() for g in gradients.values()]).norm()
+    for more in ({"micro_batch": 1}, {"micro_batch": 2}, {"packing": True}):
+        made = stage(tmp_path, weights, **more)
+        found, found_gradients = first_step(made)
+        assert made.packing == ("packing" in more)
+        assert found == pytest.approx(losses, rel=1e-5) and found_gradients.keys() == gradients.keys(), more
+        apart = torch.stack([(found_gradients[name] - g).norm() for name, g in gradients.items()]).norm()
+        assert float(scale) > 0 and float(apart / scale) < 1e-5, more
 
 
 class FirstTokens(Targets):
@@ -117,24 +101,24 @@ class FirstTokens(Targets):
         return super().weighted_losses(model, sources, first, *given)
 
 
-@OBJECTIVES
-def test_answers_of_one_token_train_the_same_weights_bit_for_bit(weights: dict[str, float], tmp_path: Path) -> None:
+def test_answers_of_one_token_train_the_same_weights_bit_for_bit(tmp_path: Path) -> None:
     """As if only first tokens were supervised; with several tokens that is another training."""
-    for answers, same in ((ONE, True), (SEVERAL, False)):
-        runs = [stage(tmp_path, answers, weights, kind, steps=2) for kind in (Targets, FirstTokens)]
-        histories = [[{k: v for k, v in e.items() if k != "seconds"} for e in run.run()] for run in runs]
-        assert (histories[0] == histories[1]) == same
-        pairs = zip(*(run.model.state_dict().values() for run in runs), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs) == same
+    for weights in WEIGHTS:
+        for answers, same in ((ONE, True), (SEVERAL, False)):
+            made = [stage(tmp_path, weights, answers, kind, steps=1) for kind in (Targets, FirstTokens)]
+            histories = [without_time(trainer.run()) for trainer in made]
+            assert (histories[0] == histories[1]) == same
+            pairs = zip(*(trainer.model.state_dict().values() for trainer in made), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs) == same
 
 
 def test_every_token_but_the_end_is_a_term(tmp_path: Path) -> None:
     documents, _ = read_documents(data_of(tmp_path, SEVERAL), pico_tokenizer())
     batch = encode(documents, pico_tokenizer())
     tokens = sum(len(pico_tokenizer().encode(a, add_special_tokens=False)) for a in SEVERAL)
+    found = {name: OBJECTIVES[name].count(batch) for name in ("attention", "attention_kl", "answer")}
     assert tokens >= len(SEVERAL) + 5
-    assert counts(batch, ["attention", "attention_kl"]) == {"attention": tokens, "attention_kl": tokens}
-    assert counts(batch, ["answer"]) == {"answer": tokens + len(SEVERAL)}
+    assert found == {"attention": tokens, "attention_kl": tokens, "answer": tokens + len(SEVERAL)}
 
 
 @pytest.mark.parametrize(("value", "missing"), [("712", 0), ("seven", 1)])
@@ -144,9 +128,8 @@ def test_answer_tokens_without_a_place_are_logged(
     prompt, answer = f"blue:{value}\nblue is", "712"
     question = Question((len(prompt), len(prompt) + 3), (), -1, (0, 6 + len(value)), (5, 5 + len(value)))
     document = Document("made_up", prompt + answer, (question,))
-    monkeypatch.setattr(loop, "open_source", lambda *_: SimpleNamespace(step=lambda _: [document] * 3))
-    run = stage(tmp_path, weights={"attention": 1.0})
+    monkeypatch.setattr(module, "open_source", lambda *_: SimpleNamespace(step=lambda _: [document] * 3))
     number = len(pico_tokenizer().encode(answer, add_special_tokens=False))
-    run.run()
+    stage(tmp_path, {"attention": 1.0}).run()
     text = f"train.sources.0: no token of the segment holds {3 * (number - 1)} of {3 * number} answer tokens"
     assert number > 1 and (text in caplog.text) == bool(missing)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from surgery.errors import DataError
-from surgery.recipe import Train
-from surgery.train.resuming import identity_of
 from surgery.train.step_loader import steps_of, workers_by_default
 
 
@@ -30,11 +28,3 @@ def test_no_workers_by_default_on_a_cpu() -> None:
     assert workers_by_default("cpu") == 0
     assert 0 <= workers_by_default("cuda", 1) <= 8
     assert workers_by_default("cuda", 10**6) == 0
-
-
-def test_another_number_of_workers_is_the_same_training() -> None:
-    import torch
-
-    one, other = (Train.model_validate({"steps": 1, "workers": workers}) for workers in (None, 3))
-    model = torch.nn.Linear(1, 1)
-    assert identity_of(model, one, 0, 0) == identity_of(model, other, 0, 0)

@@ -1,9 +1,9 @@
-"""The training loop on pico models: what trains, what a resumed run gives, what happens to a loss that is no number."""
+"""The steps of one stage: what trains, what a resumed run gives, what happens to a loss that is no number."""
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,51 +11,44 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import RunError, TrainingDiverged
-from surgery.recipe import Optimizer, Train
+from surgery.models.lookup import family_of
+from surgery.recipe import Train
 from surgery.train import losses as formulas
-from surgery.train import preparing as loop
+from surgery.train import trainer as module
 from surgery.train.checkpoints import checkpoints
-from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable, spliced_parameters
+from surgery.train.optimizer import spliced_parameters
 from surgery.train.targets import Targets
-from surgery.train.trainer import OnStep
-from surgery.types import Graft, MixerSpec
-from tests.support.pico import HEAD_DIM, HEADS, STATE, pico_base, pico_hybrid, pico_site, pico_tokenizer
-from tests.support.processes import leftover
-from tests.support.stage_run import StageRun
+from surgery.train.trainer import StageTrainer
+from surgery.types import Graft
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
 PLAIN = {"task": "sentence", "rows": 1, "weights": {"base_kl": 1.0, "lm": 0.5}}
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
-SITE = 1
 
 
-def section(steps: int = 4, **more: Any) -> Train:
+def section(steps: int = 5, **more: Any) -> Train:
     optimizer = {"warmup": 1, "lr": 1e-3, "new_heads_lr": 1e-3}
     defaults = {"steps": steps, "sources": [KV, PLAIN], "save_every": 2, "optimizer": optimizer}
     return Train.model_validate({**defaults, **more})
 
 
-def graft() -> Graft:
-    site = MixerSpec(SITE, f"backbone.layers.{SITE}.mixer", "mamba2", HEADS, HEAD_DIM, 1, STATE)
-    return Graft(site, (2,), "add", "ssm", ("segment_end",))
-
-
 def hybrid() -> PreTrainedModel:
-    return pico_hybrid([pico_site(SITE)], **SHAPE)
+    return pico_hybrid([pico_site(1)], **SHAPE)
 
 
 def trainer(
-    folder: Path, train: Train, model: PreTrainedModel | None = None, on_step: Any = None, **more: Any
-) -> StageRun:
-    model = hybrid() if model is None else model
-    tokenizer, accelerator = pico_tokenizer(), Accelerator(cpu=True)
-    targets = Targets(**{"base": pico_base(**SHAPE), "grafts": (graft(),), **more})
-    return StageRun(model, tokenizer, train, 0, folder, accelerator, targets, on_step)
+    folder: Path | None, train: Train, model: PreTrainedModel | None = None, on_step: Any = None, **more: Any
+) -> StageTrainer:
+    model, base = hybrid() if model is None else model, pico_base(**SHAPE)
+    graft = Graft(family_of(base.config).mixers(base.config)[1], (2,), "add", "ssm", ("segment_end",))
+    targets = Targets(**{"base": base, "grafts": (graft,), **more})
+    accelerator = Accelerator(cpu=True)
+    return StageTrainer(model, pico_tokenizer(), train, 0, accelerator, targets, folder=folder, on_step=on_step)
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -71,46 +64,42 @@ def losses(history: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in entry.items() if k != "seconds"} for entry in history]
 
 
-def test_only_new_heads_train_when_asked_for(tmp_path: Path) -> None:
-    model = hybrid()
-    before = weights(model)
-    trainer(tmp_path, section(2, trainable="new_heads"), model).run()
-    moved = changed(before, model)
-    new = {n for n in before if f"layers.{SITE}.mixer.attention." in n}
-    assert len(new) == len(spliced_parameters(model)) > 0
-    assert moved == new
-    assert {n for n, p in model.named_parameters() if p.requires_grad or p.grad is not None} == new
+def test_what_trains_is_what_moves() -> None:
+    """Also in a control without a splice, whose layers are given. The base never moves."""
+    for trainable, moves in (
+        ("new_heads", lambda name: ".attention." in name),
+        ("spliced_layers", lambda name: "layers.1." in name),
+        ("all", lambda name: True),
+    ):
+        for model in (hybrid(), pico_base(**SHAPE)):
+            is_control = not spliced_parameters(model)
+            if is_control and trainable == "new_heads":
+                continue
+            before, base_before = weights(model), weights(pico_base(**SHAPE))
+            made = trainer(None, section(1, trainable=trainable), model, **({"grafts": ()} if is_control else {}))
+            made.layers = (1,)
+            made.run()
+            assert changed(before, model) == {name for name in before if moves(name)}, trainable
+            assert changed(base_before, made.targets.base) == set()  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"train\.trainable: new_heads.*Set all"):
+        trainer(None, section(2, trainable="new_heads"), pico_base(**SHAPE), grafts=()).run()
 
 
-def test_all_weights_train_when_asked_for(tmp_path: Path) -> None:
-    model = hybrid()
-    before = weights(model)
-    trainer(tmp_path, section(2, trainable="all"), model).run()
-    assert changed(before, model) == set(before)
-
-
-def test_the_base_does_not_move(tmp_path: Path) -> None:
-    base = pico_base(**SHAPE)
-    before = weights(base)
-    trainer(tmp_path, section(2), base=base).run()
-    assert changed(before, base) == set()
-
-
-def test_training_on_one_batch_lowers_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = loop.open_source
+def test_training_on_one_batch_lowers_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.open_source
 
     def always_the_first(*given: Any) -> Any:
         first = real(*given).step(0)
         return SimpleNamespace(step=lambda _: first)
 
-    monkeypatch.setattr(loop, "open_source", always_the_first)
-    history = trainer(tmp_path, section(8, sources=[KV])).run()
+    monkeypatch.setattr(module, "open_source", always_the_first)
+    history = trainer(None, section(8, sources=[KV])).run()
     assert history[-1]["loss"] < history[0]["loss"]
 
 
-def test_history_tells_every_step_and_every_weighted_objective(tmp_path: Path) -> None:
+def test_history_tells_every_step_and_every_weighted_objective() -> None:
     seen: list[tuple[int, dict[str, float]]] = []
-    made = trainer(tmp_path, section(3), on_step=lambda step, entries: seen.append((step, entries[-1])))
+    made = trainer(None, section(3), on_step=lambda step, entries: seen.append((step, entries[-1])))
     history = made.run()
     assert [entry["step"] for entry in history] == [1, 2, 3] == [step for step, _ in seen]
     for entry, (_, parts) in zip(history, seen, strict=True):
@@ -120,18 +109,13 @@ def test_history_tells_every_step_and_every_weighted_objective(tmp_path: Path) -
         assert entry["loss"] == pytest.approx(sum(weighted.values()))
         assert entry["tokens"] == int(entry["tokens"]) > 0
     assert not made.model.training
-
-
-def test_a_weight_scales_its_objective(tmp_path: Path) -> None:
-    once = trainer(tmp_path / "1", section(1, sources=[PLAIN])).run()
     double = {**PLAIN, "weights": {"base_kl": 2.0, "lm": 1.0}}
-    twice = trainer(tmp_path / "2", section(1, sources=[double])).run()
-    assert twice[0]["lm"] == pytest.approx(2 * once[0]["lm"])
-    assert twice[0]["base_kl"] == pytest.approx(2 * once[0]["base_kl"])
+    once, twice = (trainer(None, section(1, sources=[source])).run()[0] for source in (PLAIN, double))
+    assert [twice[name] for name in ("lm", "base_kl")] == pytest.approx([2 * once["lm"], 2 * once["base_kl"]])
 
 
-def test_a_control_without_grafts_is_not_supervised(tmp_path: Path) -> None:
-    history = trainer(tmp_path, section(1), pico_base(**SHAPE), grafts=()).run()
+def test_a_control_without_grafts_is_not_supervised() -> None:
+    history = trainer(None, section(1), pico_base(**SHAPE), grafts=()).run()
     assert set(losses(history)[0]) == {"step", "loss", "answer", "base_kl", "lm", "tokens"}
     assert history[0]["base_kl"] == pytest.approx(0, abs=1e-5)
 
@@ -140,7 +124,7 @@ class Interrupted(Exception):
     """Stands for a killed process."""
 
 
-def interrupt_at(last: int) -> OnStep:
+def interrupt_at(last: int) -> Callable[[int, Any], None]:
     def on_step(step: int, _: Any) -> None:
         if step == last:
             raise Interrupted
@@ -149,88 +133,55 @@ def interrupt_at(last: int) -> OnStep:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> StageRun:
+def uninterrupted() -> StageTrainer:
     """A run of five steps, as it should be."""
-    done = trainer(tmp_path_factory.mktemp("whole"), section(5))
+    done = trainer(None, section())
     done.run()
     return done
 
 
-@pytest.mark.parametrize("last", [1, 3, 4, 5])
-def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path: Path, uninterrupted: StageRun, last: int) -> None:
-    with pytest.raises(Interrupted):
-        trainer(tmp_path, section(5), on_step=interrupt_at(last)).run()
+def assert_same_end(folder: Path, uninterrupted: StageTrainer, first: int) -> None:
+    """A run that resumes from the folder begins at step `first`, and ends like one that was not interrupted."""
     seen: list[int] = []
-    again = trainer(tmp_path, section(5), on_step=lambda step, _: seen.append(step))
+    again = trainer(folder, section(), on_step=lambda step, _: seen.append(step))
     history = again.run()
+    assert seen[0] == first
+    assert changed(weights(uninterrupted.model), again.model) == set()
+    assert losses(history) == losses(uninterrupted.history)
+
+
+@pytest.mark.parametrize("last", [1, 3, 5])
+def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path: Path, uninterrupted: StageTrainer, last: int) -> None:
+    with pytest.raises(Interrupted):
+        trainer(tmp_path, section(), on_step=interrupt_at(last)).run()
     # A step is kept once the next one has shown its loss to be finite: 2 during step 3.
-    assert seen[0] == (last - 1) // 2 * 2 + 1, "it goes on after the newest checkpoint"
-    assert changed(weights(uninterrupted.model), again.model) == set()
-    assert losses(history) == losses(uninterrupted.history)
+    assert_same_end(tmp_path, uninterrupted, (last - 1) // 2 * 2 + 1)
 
 
-def test_a_half_written_checkpoint_is_ignored(tmp_path: Path, uninterrupted: StageRun) -> None:
-    with pytest.raises(Interrupted):
-        trainer(tmp_path, section(5), on_step=interrupt_at(3)).run()
-    leftover(tmp_path / "step_000004")
-    again = trainer(tmp_path, section(5))
-    again.run()
-    assert changed(weights(uninterrupted.model), again.model) == set()
-    assert {p.name for p in tmp_path.iterdir()} == {"step_000002", "step_000004"}
-
-
-@pytest.mark.parametrize("change", ["steps", "seed", "model"])
-def test_the_steps_of_another_training_are_refused(tmp_path: Path, change: str) -> None:
-    with pytest.raises(Interrupted):
-        trainer(tmp_path, section(5), on_step=interrupt_at(3)).run()
-    model = pico_hybrid([pico_site(SITE, (1, 2))], **SHAPE) if change == "model" else hybrid()
-    again = trainer(tmp_path, section(6 if change == "steps" else 5), model)
-    again.seed = 1 if change == "seed" else 0
-    before = weights(model)
-    with pytest.raises(RunError, match="step_000002"):
-        again.run()
-    assert changed(before, model) == set()
-
-
-def test_a_training_without_a_folder_keeps_no_steps(tmp_path: Path, uninterrupted: StageRun) -> None:
-    again = trainer(tmp_path, section(5))
-    again.folder = None
-    again.run()
-    assert list(tmp_path.iterdir()) == []
-    assert changed(weights(uninterrupted.model), again.model) == set()
-
-
-@pytest.mark.parametrize("broken", ["state.json", "model.safetensors", "optimizer.pt"])
-@pytest.mark.parametrize("all_of_them", [False, True])
-def test_after_a_broken_checkpoint_a_run_ends_like_one_that_was_not_interrupted(
-    tmp_path: Path, uninterrupted: StageRun, broken: str, all_of_them: bool
+def test_after_broken_checkpoints_a_run_ends_like_one_that_was_not_interrupted(
+    tmp_path: Path, uninterrupted: StageTrainer
 ) -> None:
+    for all_of_them, first in ((False, 3), (True, 1)):
+        folder = tmp_path / str(first)
+        with pytest.raises(Interrupted):
+            trainer(folder, section(), on_step=interrupt_at(5)).run()
+        assert [p.name for p in checkpoints(folder)] == ["step_000002", "step_000004"]
+        for step in checkpoints(folder)[0 if all_of_them else 1 :]:
+            (step / "optimizer.pt").write_bytes(b"")
+        assert_same_end(folder, uninterrupted, first)
+
+
+def test_the_steps_of_another_training_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        trainer(tmp_path, section(5), on_step=interrupt_at(5)).run()
-    assert [p.name for p in checkpoints(tmp_path)] == ["step_000002", "step_000004"]
-    for step in checkpoints(tmp_path)[0 if all_of_them else 1 :]:
-        data = (step / broken).read_bytes()
-        (step / broken).write_bytes(data[: len(data) // 2])
-    seen: list[int] = []
-    again = trainer(tmp_path, section(5), on_step=lambda step, _: seen.append(step))
-    history = again.run()
-    assert seen[0] == (1 if all_of_them else 3)
-    assert changed(weights(uninterrupted.model), again.model) == set()
-    assert losses(history) == losses(uninterrupted.history)
-
-
-def test_two_checkpoints_remain_and_hold_all_parameters(uninterrupted: StageRun) -> None:
-    assert uninterrupted.folder is not None
-    assert {p.name for p in uninterrupted.folder.iterdir()} == {"step_000002", "step_000004"}
-    stored = load_file(uninterrupted.folder / "step_000004" / "model.safetensors")
-    assert set(stored) == set(weights(uninterrupted.model))
-
-
-def test_checkpoints_come_oldest_first_and_nothing_else_counts(tmp_path: Path) -> None:
-    for name in ("step_000010", "step_000002", "step_x", ".step_000001.5.tmp", "trained"):
-        (tmp_path / name).mkdir()
-    assert [p.name for p in checkpoints(tmp_path)] == ["step_000002", "step_000010"]
-    assert checkpoints(tmp_path / "missing") == []
+        trainer(tmp_path, section(), on_step=interrupt_at(3)).run()
+    for change in ("steps", "seed", "model"):
+        model = pico_hybrid([pico_site(1, (1, 2))], **SHAPE) if change == "model" else hybrid()
+        again = trainer(tmp_path, section(6 if change == "steps" else 5), model)
+        again.seed = 1 if change == "seed" else 0
+        before = weights(model)
+        with pytest.raises(RunError, match="step_000002"):
+            again.run()
+        assert changed(before, model) == set(), change
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
@@ -246,86 +197,60 @@ def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: StageRun
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: StageTrainer
 ) -> None:
     spoil(monkeypatch, at=4)
-    made = trainer(tmp_path, section(5))
-    with pytest.raises(TrainingDiverged) as caught:
+    made = trainer(tmp_path, section())
+    with pytest.raises(TrainingDiverged, match=r"train step 4: loss nan\. .*step_000002"):
         made.run()
-    assert caught.value.field == "train step 4"
-    assert "nan" in str(caught.value.value)
-    assert "step_000002" in caught.value.hint
     assert [p.name for p in checkpoints(tmp_path)] == ["step_000002"]
     assert all(p.isfinite().all() for p in made.model.parameters())
     monkeypatch.undo()
-    again = trainer(tmp_path, section(5))
-    again.run()
-    assert changed(weights(uninterrupted.model), again.model) == set()
+    assert_same_end(tmp_path, uninterrupted, 3)
 
 
-def test_a_loss_that_is_no_number_at_once_says_that_nothing_was_saved(
+def test_a_loss_or_gradient_that_is_no_number_at_once_changes_and_saves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil(monkeypatch, at=1)
-    with pytest.raises(TrainingDiverged, match=r"step 1.*No checkpoint was saved"):
-        trainer(tmp_path, section(2)).run()
-    assert list(tmp_path.iterdir()) == []
+    for kind in ("gradient", "loss"):
+        model = hybrid()
+        before = weights(model)
+        if kind == "loss":
+            spoil(monkeypatch, at=1)
+        else:
+            next(iter(spliced_parameters(model))).register_hook(lambda grad: grad * math.nan)
+        with pytest.raises(TrainingDiverged, match=r"step 1.*No checkpoint was saved"):
+            trainer(tmp_path, section(2), model).run()
+        assert list(tmp_path.iterdir()) == [] and changed(before, model) == set(), kind
 
 
-def test_a_gradient_that_is_no_number_stops_too(tmp_path: Path) -> None:
-    model = hybrid()
-    before = weights(model)
-    next(iter(spliced_parameters(model))).register_hook(lambda grad: grad * math.nan)
-    with pytest.raises(TrainingDiverged, match="step 1"):
-        trainer(tmp_path, section(2), model).run()
-    assert changed(before, model) == set()
+class Fsdp1(Accelerator):
+    is_fsdp2 = False
+    distributed_type = module.DistributedType.FSDP
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 3), (300, 20), (1, 0), (5, 4)])
-def test_learning_rate_rises_then_falls(steps: int, warmup: int) -> None:
-    factors = [learning_rate_factor(step, steps, Optimizer(warmup=warmup)) for step in range(steps)]
-    rise, fall = factors[: warmup + 1], factors[warmup:]
-    assert all(0 < f <= 1 for f in factors)
-    assert factors[warmup] == pytest.approx(1)
-    assert rise == sorted(rise)
-    assert [b - a for a, b in itertools.pairwise(rise)] == pytest.approx([1 / (warmup + 1)] * warmup)
-    assert fall == sorted(fall, reverse=True)
-    assert learning_rate_factor(steps, steps, Optimizer(warmup=warmup)) == pytest.approx(0, abs=1e-12)
+class Fsdp2(Accelerator):
+    is_fsdp2 = True
+    distributed_type = module.DistributedType.FSDP
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize(("steps", "warmup"), [(25, 20), (100, 20), (100, 0), (30, 29)])
-def test_a_linear_decay_begins_at_the_peak_and_never_within_the_warm_up(steps: int, warmup: int, decay: float) -> None:
-    settings = Optimizer(schedule="wsd", warmup=warmup, decay=decay)
-    factors = [learning_rate_factor(step, steps, settings) for step in range(steps)]
-    falls = [step for step in range(1, steps) if factors[step] < factors[step - 1]]
-    assert factors[warmup] == 1.0 and factors[:warmup] == sorted(factors[:warmup])
-    assert falls == list(range(max(warmup, steps - max(1, round(decay * steps))) + 1, steps))
-    line = max(1, min(round(decay * steps), steps - warmup))
-    assert all(
-        before - after <= 1 / line + 1e-9
-        for before, after in zip(factors[warmup:], factors[warmup + 1 :], strict=False)
-    )
+class DeepSpeed(Accelerator):
+    distributed_type = module.DistributedType.DEEPSPEED
 
 
-def test_learning_rate_is_half_at_the_middle_of_the_fall() -> None:
-    assert learning_rate_factor(60, 100, Optimizer(warmup=20)) == pytest.approx(0.5)
-
-
-def test_a_warm_up_longer_than_the_training_only_rises() -> None:
-    factors = [learning_rate_factor(step, 5, Optimizer(warmup=20)) for step in range(5)]
-    assert factors == sorted(factors)
-    assert 0 < factors[0] < factors[-1] < 1
-
-
-def test_new_heads_and_the_rest_have_their_own_rates_and_vectors_do_not_decay() -> None:
-    model = hybrid()
-    train = section(optimizer={"lr": 1e-3, "new_heads_lr": 1e-2, "weight_decay": 0.1})
-    parameters = mark_trainable(model, train)
-    groups = adamw(model, parameters, train.optimizer).param_groups
-    new = {id(p) for p in spliced_parameters(model)}
-    assert sorted(id(p) for g in groups for p in g["params"]) == sorted(map(id, parameters))
-    for group in groups:
-        for p in group["params"]:
-            assert group["lr"] == (1e-2 if id(p) in new else 1e-3)
-            assert group["weight_decay"] == (0.1 if p.ndim > 1 else 0.0)
+def test_what_the_launch_or_the_call_cannot_train_is_refused_first() -> None:
+    quantized: dict[str, Any] = {"trainable": "lora", "lora": {"quantization": "nf4"}}
+    cases: list[tuple[type[Accelerator], dict[str, Any], str]] = [
+        (Fsdp1, {}, "fsdp_version: 2"),
+        (Fsdp2, {"check_every": 2}, r"train\.check_every: 2"),
+        (Fsdp2, quantized, r"train\.lora\.quantization: nf4.*ddp\.yaml"),
+        (DeepSpeed, quantized, r"train\.lora\.quantization: nf4.*ddp\.yaml"),
+        (Accelerator, {}, r"train\.sources\.1\.weights\.base_kl.*Pass `base`"),
+        (Accelerator, {"sources": [{**KV, "weights": {"distil": 1.0}}]}, r"train\.teacher.*Set train\.teacher"),
+    ]
+    for kind, more, says in cases:
+        if "Set train" in says:
+            more = {**more, "teacher": {"model": "x"}}
+        made = section(1, **more)
+        with pytest.raises(RunError, match=says):
+            module.check_launch(made, made, Targets(), kind(cpu=True))

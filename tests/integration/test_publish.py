@@ -18,6 +18,7 @@ from tests.support.processes import stock
 
 NAME = "someone/hybrid"
 IDS = [[5, 7, 9, 11, 300, 4, 8]]
+FILES = "/{repo_id}/resolve/{revision}/{filename}"
 # Sets what the Hub's client reads from the environment while it is imported, in a process without this library.
 STRANGER = f"""
 import sys, torch
@@ -25,7 +26,7 @@ from huggingface_hub import constants
 sys.modules["surgery"] = None
 address, cache, out = sys.argv[1:]
 constants.ENDPOINT, constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = address, cache, False
-constants.HUGGINGFACE_CO_URL_TEMPLATE = address + "/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+constants.HUGGINGFACE_CO_URL_TEMPLATE = address + "{FILES}"
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{NAME}", trust_remote_code=True, token="{TOKEN}").eval()
 AutoTokenizer.from_pretrained("{NAME}", trust_remote_code=True, token="{TOKEN}")
@@ -43,6 +44,7 @@ def test_it_is_published_and_a_stranger_loads_the_same_model(
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with serve() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + FILES)
         done = surgery("publish", str(export), NAME, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         commit = hub.repositories[NAME].refs["main"].oid

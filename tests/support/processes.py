@@ -95,6 +95,11 @@ def start(
     child = os.fork()
     if child == 0:
         logging.getLogger().handlers.clear()  # pytest's own
+        if "accelerate" in sys.modules:  # which remembers how many processes there are
+            from accelerate.state import AcceleratorState, GradientState
+
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
         _become(request)
     return Started(arguments, child, Path(request["folder"]))
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import surgery.hybrid
 from surgery.data.encoding import encode
 from surgery.export.verify import verify_folder
 from surgery.locate.ablation_sweep import ablate
@@ -96,6 +97,9 @@ def test_the_example_retrieves_from_many() -> None:
 def test_the_example_verifies() -> None:
     """Before it can be published, an export has to: its files are those that export.json lists."""
     report = verify_folder(EXAMPLE / "export", trust_remote_code=True)
+    library = Path(surgery.hybrid.__file__).parent
+    for path in (EXAMPLE / "export").glob("*.py"):
+        assert path.read_bytes() == (library / path.name).read_bytes(), "make demo, and commit it again"
     assert report["files"] > 20
 
 

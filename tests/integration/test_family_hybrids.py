@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import surgery.hybrid
-import surgery.hybrid.backends as branch_module
+import surgery.hybrid.modeling_hybrid as branch_module
 from surgery.export import transformers_folder
 from surgery.export.folder import export_model
 from surgery.export.reload import RELOAD, SAMPLE
-from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.configuration_hybrid import outside_modules
+from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.interventions.hooks import record
 from surgery.models.loading import load_model
 from surgery.models.lookup import geometry_of, mixer_of, structure_of
@@ -290,6 +291,9 @@ def test_an_export_is_the_same_with_and_without_this_library(name: str, exports:
     text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=end)
     assert torch.equal(found["auto.text"], text) and text.shape[1] > 24
 
+    plugged = outside_modules(model.config)
+    for path in folder.glob("*.py"):
+        assert path.read_bytes() == (plugged.get(path.name) or (LIBRARY / path.name).read_bytes()), path.name
     loaded = load_model(Base(model=str(folder))).requires_grad_(False)
     assert loaded.config.splice == model.config.splice and shared(loaded) == shared(model)
     assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))

@@ -6,7 +6,7 @@ import pytest
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import rng_of, split_of
-from surgery.probes.pairs import NUM_LEADS, check_pairs, check_questions, different, leads
+from surgery.probes.pairs import NUM_LEADS, check_pairs, different, leads
 
 
 @pytest.mark.parametrize("count", [2, 10, 11, NUM_LEADS])
@@ -47,10 +47,3 @@ def test_too_few_different_texts_are_an_error_and_not_a_loop() -> None:
 def test_pairs_outside_the_range_are_refused(pairs: int) -> None:
     with pytest.raises(ProbeError, match="Use 2 to 7"):
         check_pairs(pairs, 7, "Why")
-
-
-@pytest.mark.parametrize("questions", [-1, 0, 8])
-def test_questions_outside_the_range_are_refused(questions: int) -> None:
-    with pytest.raises(ProbeError) as caught:
-        check_questions(questions, 7)
-    assert caught.value.field == "questions"

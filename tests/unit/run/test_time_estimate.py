@@ -12,6 +12,7 @@ from surgery.console.tables import print_plan
 from surgery.recipe import Recipe, check_recipe
 from surgery.run import time_estimate
 from surgery.run.dry_run import dry_run
+from surgery.run.machine import GIB, Machine, find_machine
 from tests.support.pico import pico_base, pico_tokenizer
 
 
@@ -63,3 +64,10 @@ def test_large_steps_and_other_machines_are_not_timed(
     assert dry_run(recipe(base, hardware={"count": 8}), tmp_path / "r")["time"] is None
     monkeypatch.setattr(time_estimate, "_MOST_FLOPS", {"cpu": 1.0})
     assert dry_run(recipe(base), tmp_path / "r")["time"] is None
+
+
+def test_the_machine_has_memory_which_is_rounded_down() -> None:
+    machine = find_machine()
+    assert machine.memory > 2**20 and machine.memory_gib > 0 and machine.name and machine.count >= 1
+    assert Machine("", GIB * 299 // 100, 1, False).memory_gib == 2.9
+    assert Machine("", 1, 1, False).memory_gib == 0.1

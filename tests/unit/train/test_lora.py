@@ -53,7 +53,7 @@ def test_adapters_change_nothing_at_first_and_merge_exactly(make: type) -> None:
     stir(model)
     moved = logits(model)
     assert (moved - before).abs().max() > 1e-3
-    adapters.merge()
+    adapters.merge({})
     torch.testing.assert_close(logits(model), moved, atol=1e-4, rtol=1e-4)
     assert [name for name, _ in model.named_parameters()] == names
 
@@ -109,7 +109,7 @@ def test_silenced_heads_stay_silent(kind: str) -> None:
     adapters = Adapters(model, BOTH, (graft,))
     stir(model)
     moved = logits(model)
-    adapters.merge()
+    adapters.merge({})
     weight = mixer_of(model, graft.site).out_proj.weight
     assert all(bool((weight[:, c] == 0).all()) for c in columns)
     torch.testing.assert_close(logits(model), moved, atol=1e-5, rtol=1e-4)

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.data.encoding import EncodedBatch
-from surgery.hybrid.model import HybridModelMixin
-from surgery.hybrid.packing import packed_masks, positions_of
+from surgery.hybrid.modeling_hybrid import HybridModelMixin, packed_masks, positions_of
 from surgery.models.lookup import family_of
 from surgery.models.torch_scans import torch_scans
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from surgery.data.encoding import EncodedBatch
 from surgery.data.offsets import SAMPLE_TEXT, tokenized
 from surgery.errors import PlanError, RecipeError
-from surgery.hybrid.packing import positions_of
+from surgery.hybrid.modeling_hybrid import positions_of
 from surgery.models.donors import donor_mixers
 from surgery.models.lookup import family_of
 from surgery.recipe import Align

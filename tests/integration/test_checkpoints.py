@@ -99,7 +99,9 @@ def test_the_example_retrieves_from_many() -> None:
 
 def test_the_example_ships_the_librarys_modules() -> None:
     library, modules = Path(surgery.hybrid.__file__).parent, sorted((EXAMPLE / "export").glob("*.py"))
-    assert {"attention.py", "mixer.py", "modeling_mamba2_hybrid.py"} <= {path.name for path in modules}
+    assert {"configuration_hybrid.py", "modeling_hybrid.py", "modeling_mamba2_hybrid.py"} <= {
+        path.name for path in modules
+    }
     for path in modules:
         assert path.read_bytes() == (library / path.name).read_bytes(), "make demo, and commit it again"
 

@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.main import get_command
@@ -20,12 +21,14 @@ from surgery.probes.registry import PROBES
 from surgery.recipe.export import EXPORT_FORMATS
 from surgery.recipe.methods import METHODS
 from surgery.recipe.objectives import OBJECTIVES
+from surgery.recipe.run import Recipe
 from surgery.recipe.splice import _BRANCHES
 from tests.integration.conftest import ROOT
 
 DOCS = ROOT / "docs"
 MANUAL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "paper").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+SECTIONS = ("base", "locate", "splice", "train", "evaluate", "export", "hardware")
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|^(?: {4}.*\n)+|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
@@ -89,6 +92,18 @@ def test_python_names_that_pages_use_exist() -> None:
             if not found and name != "surgery.plugins":  # the group of entry points
                 missing.append((page.name, name))
     assert missing == []
+
+
+def test_recipe_keys_that_pages_name_exist() -> None:
+    fields = Recipe.model_fields
+    sections = {name: get_args(fields[name].annotation) or (fields[name].annotation,) for name in SECTIONS}
+    keys = {
+        name: {key for kind in kinds for key in getattr(kind, "model_fields", ())} for name, kinds in sections.items()
+    }
+    for page in MANUAL:
+        named = re.findall(rf"[`\s']({'|'.join(SECTIONS)})\.([a-z_]+)(?=[.=:`])", text_of(page))
+        named = [(section, key) for section, key in named if key not in ("json", "html", "logits")]  # files, needs
+        assert {f"{section}.{key}" for section, key in named if key not in keys[section]} == set(), page.name
 
 
 def test_commands_and_targets_that_pages_name_exist() -> None:

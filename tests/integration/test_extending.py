@@ -302,7 +302,7 @@ def test_an_attention_branch_from_outside(tmp_path: Path) -> None:
     config = json.loads((export / "config.json").read_text())
     assert config["splice"][0]["init"] == "cosine" and config["splice"][0]["temperature"] == 0.1
     assert config["auto_map"]["AutoModelForCausalLM"] == "hybrid_with_branches.Mamba2HybridForCausalLM"
-    assert "from .attention import SplicedAttention" in (export / "cosine_attention.py").read_text()
+    assert "from .modeling_hybrid import SplicedAttention" in (export / "cosine_attention.py").read_text()
     weights = load_file(export / "model.safetensors")
     assert weights["backbone.layers.1.mixer.attention.o_proj.weight"].any(), "it was trained"
 

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import surgery.hybrid
-import surgery.hybrid.backends as branch_module
+import surgery.hybrid.modeling_hybrid as branch_module
 from surgery.export import transformers_folder
 from surgery.export.folder import export_model
 from surgery.export.reload import RELOAD, SAMPLE
-from surgery.hybrid.attention import SplicedAttention
-from surgery.hybrid.configuration import outside_modules
+from surgery.hybrid.configuration_hybrid import outside_modules
+from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.interventions.hooks import record
 from surgery.models.loading import load_model
 from surgery.models.lookup import geometry_of, mixer_of, structure_of
@@ -308,7 +308,7 @@ class TestExport:
         folder, _ = exports[name]
         shipped = {path.name: path.read_bytes() for path in folder.glob("*.py")}
         own = sys.modules[type(exported(name)).__module__]
-        assert {Path(own.__file__).name, "attention.py", "mixer.py"} <= set(shipped)
+        assert {Path(own.__file__).name, "configuration_hybrid.py", "modeling_hybrid.py"} <= set(shipped)
         plugged = outside_modules(exported(name).config)
         for file, content in shipped.items():
             assert content == (plugged.get(file) or (LIBRARY / file).read_bytes()), file

@@ -80,7 +80,7 @@ def with_auto_map(trap: Trap, **entries: Any) -> None:
 
 
 def edited_module(trap: Trap) -> None:
-    with open(trap.folder / "attention.py", "a") as file:
+    with open(trap.folder / "modeling_hybrid.py", "a") as file:
         file.write(trap.code)
 
 
@@ -104,7 +104,7 @@ NAMES: dict[str, Lay] = {
     "hidden folder": lambda t: with_module(t, ".code"),
     "another module": lambda t: (shutil.copy(t.outside / f"{MODULE}.py", t.folder / "modeling_other.py"),
                                  with_auto_map(t, AutoModel="modeling_other.Mamba2HybridModel")),
-    "another class": lambda t: with_auto_map(t, AutoConfig="attention.SplicedAttention"),
+    "another class": lambda t: with_auto_map(t, AutoConfig="modeling_hybrid.SplicedAttention"),
     "another task": lambda t: with_auto_map(t, AutoTokenizer=[None, f"{t.outside}/m.Tokenizer"]),
     "a list of classes": lambda t: with_auto_map(t, AutoConfig=[f"{t.outside}/{MODULE}.A"]),
     "auto_map that is a list": lambda t: t.config(auto_map=[f"{t.outside}/{MODULE}.A"]),
@@ -130,7 +130,7 @@ NAMES: dict[str, Lay] = {
 }  # fmt: skip
 # The first is equal to the module, and what it points to may change after the check.
 LINKS: dict[str, Lay] = {
-    "linked module that is equal": lambda t: moved_and_linked(t.folder / "attention.py", t.outside / "equal.py"),
+    "linked module that is equal": lambda t: moved_and_linked(t.folder / "modeling_hybrid.py", t.outside / "equal.py"),
     "dangling link": lambda t: linked(t.folder / "figures" / "curve.png", t.outside / "nowhere"),
     "loop": lambda t: linked(t.folder / "again", t.folder),
     "hidden link": lambda t: linked(t.folder / ".cache" / "code", t.outside),
@@ -218,7 +218,7 @@ def test_code_that_is_trusted_sees_no_secrets(trap: Trap, monkeypatch: pytest.Mo
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"):
         monkeypatch.setenv(name, "nothing-like-a-token")
     monkeypatch.setenv("HARMLESS", "kept")
-    with open(trap.folder / "attention.py", "a") as file:
+    with open(trap.folder / "modeling_hybrid.py", "a") as file:
         file.write(f"import os\nopen({str(trap.mark)!r}, 'w').write(repr(dict(os.environ)))\n")
     list_again(trap.folder)
     verify_folder(trap.folder, trust_remote_code=True)

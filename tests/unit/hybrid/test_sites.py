@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from tests.support.battery import every_init, every_spliced, trained
+from tests.support.battery import trained
+from tests.support.loops import for_each
+from tests.support.pico import SPLICED_FAMILIES
 
 MISSING = object()
 # What no family takes, by field; an entry of two heads in the first layer is changed.
@@ -82,8 +84,8 @@ def changed(site: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     return {k: v for k, v in site.items() if k != field} | ({} if value is MISSING else {field: value})
 
 
-@every_spliced
-@every_init
+@for_each("name", SPLICED_FAMILIES)
+@for_each("init", ["ssm", "random", "teacher"])
 class TestEntries:
     def test_what_is_right_is_taken(self, name: str, init: Any) -> None:
         """As a list of mappings; an entry of an older release names no unit."""
@@ -116,7 +118,7 @@ class TestEntries:
             rebuilt(config, [first, "L0H1"])
 
 
-@every_spliced
+@for_each("name", SPLICED_FAMILIES)
 class TestPlaces:
     def test_a_layer_that_takes_no_splice(self, name: str) -> None:
         """Attention, MLPs, and Zamba2's layers with a shared block; the error names the others."""

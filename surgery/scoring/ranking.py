@@ -91,16 +91,24 @@ def ranked(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> ChoiceSco
     """
     scores = []
     for batch in (cpu_batch.to(model.device) for cpu_batch in batches):
-        paths = paths_of(batch)
-        if paths is not None:
-            scores_BK = scored_choices(model, batch, paths)
-            check_logits(model, scores_BK)
-        else:
-            output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
-            check_logits(model, output.logits[:, -1])
-            scores_BK = _first_token_scores(output.logits[:, -1], batch)
-        scores.append(compared(scores_BK, batch.last_question()[1]))
+        scores.append(compared(choice_likelihoods(model, batch), batch.last_question()[1]))
     return ChoiceScores(*(torch.cat(parts).cpu() for parts in zip(*scores, strict=True)))
+
+
+@torch.no_grad()
+def choice_likelihoods(model: PreTrainedModel, batch: EncodedBatch) -> Tensor:
+    """Score the choices of each row's last question: (B,K), -inf where there is none. Arguments as of `ranked`.
+
+    Log-likelihoods if a choice has several tokens, otherwise logits.
+    """
+    paths = paths_of(batch)
+    if paths is not None:
+        scores_BK = scored_choices(model, batch, paths)
+        check_logits(model, scores_BK)
+        return scores_BK
+    output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
+    check_logits(model, output.logits[:, -1])
+    return _first_token_scores(output.logits[:, -1], batch)
 
 
 @torch.no_grad()

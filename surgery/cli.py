@@ -35,36 +35,16 @@ from surgery.commands.arguments import (
     TrustRemoteCode,
 )
 from surgery.commands.checkpoints import compare, convert, generate, inspect, publish, verify
-from surgery.commands.init import (
-    BaseOption,
-    DataFile,
-    Tokenizer,
-    init,
-    recipe_of_base,
-    recipe_without_base,
-)
+from surgery.commands.init import BaseOption, DataFile, Tokenizer, init, recipe_of_base, recipe_without_base
 from surgery.commands.shipped import examples, recipes
 from surgery.commands.show import show
 from surgery.commands.validate import validate
+from surgery.console import tables
 from surgery.console.progress import NO_READER, Bars, PlainStream, out, show_progress, silence_libraries
-from surgery.console.tables import (
-    print_analysis,
-    print_heads,
-    print_plan,
-    print_results,
-    print_sweep,
-    print_sweep_plan,
-)
 from surgery.console.threads import use_free_cores
 from surgery.errors import SurgeryError, is_out_of_memory, naming, summary
 from surgery.files.atomic import is_full
-from surgery.recipe import (
-    AnalysisRecipe,
-    PretrainRecipe,
-    Recipe,
-    load_recipe,
-    shipped,
-)
+from surgery.recipe import AnalysisRecipe, PretrainRecipe, Recipe, load_recipe, shipped
 from surgery.recipe.public import finetune_name
 from surgery.registry import load_plugins
 
@@ -145,16 +125,16 @@ def _run(
         from surgery.run.stages import choose_stages
 
         choose_stages(loaded, first, last)
-        print_plan(dry_run(loaded, folder, path, overwrite))
+        tables.print_plan(dry_run(loaded, folder, path, overwrite))
         return
     from surgery.run.pipeline import run_pipeline
 
     with Bars() as bars:
         done = run_pipeline(loaded, folder, first, last, overwrite, bars, path)
         if done.accelerator.is_main_process and "evaluate" in done.stages:
-            print_results(folder, loaded)
+            tables.print_results(folder, loaded)
         elif done.accelerator.is_main_process and "locate" in done.stages:
-            print_heads(folder)
+            tables.print_heads(folder)
         done.accelerator.end_training()
 
 
@@ -207,12 +187,12 @@ def sweep(
     from surgery.train.training import make_accelerator
 
     if dry_run:
-        print_sweep_plan(plan_sweep(grid, folder, overwrite, recipe), folder)
+        tables.print_sweep_plan(plan_sweep(grid, folder, overwrite, recipe), folder)
         return
     with Bars() as bars:
         summary = run_sweep(grid, folder, overwrite, bars, recipe)
         if summary:
-            print_sweep(summary, folder)
+            tables.print_sweep(summary, folder)
         make_accelerator().end_training()
 
 
@@ -263,7 +243,7 @@ def analyse(
     with Bars() as bars:
         bars.start("analyse", "evaluating every arm")
         results = work(loaded, runs / loaded.name, overwrite, bars.progress, recipe)
-    print_analysis(results, runs / loaded.name)
+    tables.print_analysis(results, runs / loaded.name)
 
 
 @app.command()

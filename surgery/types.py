@@ -258,7 +258,7 @@ class Graft:
     """Splice of one mixer: its heads in order, with the position that each one reads.
 
     Attributes:
-        init: the kind of branch, a name of `surgery.hybrid.sites.BRANCHES`; looked up where the branch is built.
+        init: the kind of branch, a name of `BRANCHES` in `surgery.hybrid`; looked up where the branch is built.
         unit: `layer` replaces the whole mixer by a teacher's attention; `heads` are then the teacher's.
         donors: with `init: teacher`, the teacher's head for each head, or its layer, such as `L17`.
         form: `head` adds to the mixer of the heads. `block` inserts an attention block into the stack of layers, and

@@ -78,10 +78,6 @@ def library() -> Any:
     silence_libraries()
     import torch
 
-    import surgery.evaluate.compare
-    import surgery.export.publish
-    import surgery.export.verify  # noqa: F401
-
     for name in ("mamba", "mamba2", "bamba", "falcon_mamba", "zamba2", "nemotron_h", "granitemoehybrid"):
         __import__(f"transformers.models.{name}.modeling_{name}")
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.hybrid.kernels import KERNELS
+from surgery.hybrid.modeling_hybrid import KERNELS
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.models.torch_scans import choose_by_device
 from surgery.splice.graft import splice_model

@@ -23,7 +23,7 @@ from bench.gpu.env import Row
 from bench.gpu.models import in_words, prompts, watch
 from bench.gpu.runner import Options
 from surgery.evaluate.efficiency import spread_of
-from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, geometry_of
 from surgery.splice.graft import splice_model

@@ -28,12 +28,9 @@ _FOLDERS = (
 # check this one too, and last those that run a model from end to end.
 TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
-        "surgery.hybrid.attention": _HYBRIDS,
-        "surgery.hybrid.mixer": _HYBRIDS,
-        "surgery.hybrid.streams": _HYBRIDS,
-        "surgery.hybrid.packing": _HYBRIDS,
-        "surgery.hybrid.model": _HYBRIDS,
-        "surgery.hybrid.configuration": _HYBRIDS,
+        "surgery.hybrid.configuration_hybrid": _HYBRIDS,
+        "surgery.hybrid.modeling_hybrid": _HYBRIDS,
+        "surgery.hybrid.modeling_mamba_hybrid": _HYBRIDS,
     },
     "losses": {
         "surgery.train.losses": (

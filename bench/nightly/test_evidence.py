@@ -33,7 +33,7 @@ from bench.studies.site_selection.tables import ENOUGH, fill, tables, tables_on
 from bench.studies.site_selection.train import prepared, run_arm
 from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
-from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.loading import load_model
 from surgery.recipe import Base
 from surgery.train.optimizer import mark_trainable, spliced_parameters

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.offsets import tokenized
 from surgery.errors import PlanError, ProbeError
-from surgery.hybrid.sites import is_whole, splice_sites
+from surgery.hybrid.configuration_hybrid import is_whole, splice_sites
 from surgery.locate.hidden_attention import Shares, normalised, numpy_of, observe_patterns
 from surgery.locate.methods import Column, LocateBatch, register_method
 from surgery.models.lookup import family_of

@@ -93,7 +93,7 @@ def compare(
 ) -> None:
     """Evaluate checkpoints on the same prompts. Choose tasks with 'evaluate.tasks=[kv_retrieval]'."""
     use_free_cores()
-    from surgery.evaluate.compare import compare_models, load_comparison
+    from surgery.run.compare import compare_models, load_comparison
 
     # A path may contain `=`. A key never contains a slash.
     named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or os.path.isdir(word)]

@@ -22,28 +22,24 @@ _FILES = {"sweep": "sweep.json", "analysis": "analysis.json"}  # by kind of fold
 _RESULTS = ("results.json", *_FILES.values(), "heads.json")  # a folder with one of these can be shown
 
 
-def _run_names(context: typer.Context) -> list[str]:
+def _complete(context: typer.Context) -> list[str]:
     """Names of the runs, for the completion of a shell."""
     return _names(Path(context.params.get("runs") or "runs"))
 
 
 def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or a folder.", autocompletion=_run_names)],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or a folder.", autocompletion=_complete)],
     runs: Runs = Path("runs"),
 ) -> None:
     """Print the tables of a finished run, sweep, comparison or analysis again."""
     folder = _folder(run, runs)
-    kind = kind_of(folder)
-    file = folder / _FILES.get(kind or "", "results.json")
-    with reading(
-        str(file), None, "It has not the form of this version's results. Run the stage that writes it.", RunError
-    ):
-        if kind == "sweep":
-            print_sweep(read_json(file), folder)
-        elif kind == "comparison":
-            print_comparison(read_json(file), folder)
-        elif kind == "analysis":
-            print_analysis(read_json(file), folder)
+    kind = kind_of(folder) or ""
+    file = folder / _FILES.get(kind, "results.json")
+    printers = {"sweep": print_sweep, "comparison": print_comparison, "analysis": print_analysis}
+    hint = "It has not the form of this version's results. Run the stage that writes it."
+    with reading(str(file), None, hint, RunError):
+        if kind in printers:
+            printers[kind](read_json(file), folder)
         elif file.is_file():
             print_results(folder, _recipe_of(folder))
         else:
@@ -65,11 +61,7 @@ def _recipe_of(folder: Path) -> Recipe:
 
 
 def _folder(run: str, runs: Path) -> Path:
-    """Find the folder of a run by its name or path.
-
-    Raises:
-        RunError: there is no such folder, or nothing in it can be shown.
-    """
+    """Find the folder of a run by its name or path. Raises RunError if there is none, or nothing in it to show."""
     folder = next((path for path in (Path(run), runs / run, Path(local_path(run))) if path.is_dir()), None)
     if folder is None:
         examples = [name for name in close_models(run) if (shipped_root() / name / "results.json").is_file()]

@@ -56,9 +56,7 @@ def contrasts(
     table: dict[str, dict[str, dict[str, Any]]] = {}
     for arm, reference in [pair for pair in pairs if set(pair) <= correct.keys()]:
         by_task: dict[str, dict[str, Any]] = {}
-        for count in sorted(
-            {len(x) for x in correct[arm].values()}
-        ):  # tasks with the same number of prompts share resamples
+        for count in sorted({len(x) for x in correct[arm].values()}):  # tasks of one size share resamples
             tasks = [task for task, x in correct[arm].items() if len(x) == count]
             arm_CN, reference_CN = (np.stack([correct[name][task] for task in tasks]) for name in (arm, reference))
             by_task |= dict(zip(tasks, contrast(arm_CN, reference_CN, seed), strict=True))

@@ -10,7 +10,6 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
@@ -28,43 +27,6 @@ from surgery.scoring.choices import arguments
 TRANSFORMER = "transformer"
 _HEAD_DIM = 64
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Cost of one model at one size.
-
-    Attributes:
-        first_token: seconds to the first new token, median of the repeats.
-        decode: seconds for each later token (all rows at once).
-        spread: the larger interquartile range of the two, divided by its median. Smaller relative differences between
-            models are noise.
-        peak_bytes: peak memory of the prefill without the weights: of CUDA's allocator, or on a CPU of all tensors that
-            operations create.
-        state_bytes: convolution and recurrent states of all rows.
-        kv_bytes: keys and values after the prompt.
-    """
-
-    first_token: float
-    decode: float
-    spread: float
-    peak_bytes: int
-    state_bytes: int
-    kv_bytes: int
-
-    def as_json(self, rows: int, tokens: int) -> dict[str, float]:
-        """Return the entry of `results.json`, with tokens per second."""
-        return {
-            "rows": rows,
-            "tokens": tokens,
-            "prefill_tokens_per_second": rows * tokens / self.first_token,
-            "time_to_first_token": self.first_token,
-            "decode_tokens_per_second": rows / self.decode,
-            "spread": self.spread,
-            "peak_bytes": self.peak_bytes,
-            "state_bytes": self.state_bytes,
-            "kv_bytes": self.kv_bytes,
-        }
 
 
 def efficiency(
@@ -93,9 +55,8 @@ def efficiency(
     arms: dict[str, list[dict[str, float]]] = {name: [] for name in models}
     for done, (rows, tokens) in enumerate(sizes):
         with fitting("evaluate.efficiency", f"{rows} prompts of {tokens} tokens", "Remove this size."):
-            measured = costs(models, rows, tokens, section)
-        for name, cost in measured.items():
-            arms[name].append(cost.as_json(rows, tokens))
+            for name, cost in costs(models, rows, tokens, section).items():
+                arms[name].append(cost)
         if progress is not None:
             progress(done + 1, len(sizes))
     cuda, dtype = first.device.type == "cuda", str(first.dtype).removeprefix("torch.")
@@ -116,14 +77,20 @@ def efficiency(
 
 
 @torch.no_grad()
-def costs(models: Mapping[str, PreTrainedModel], rows: int, tokens: int, section: Efficiency) -> dict[str, Cost]:
-    """Measure models at one size: a warm-up of each, which measures memory, then `repeats` rounds of timings.
+def costs(
+    models: Mapping[str, PreTrainedModel], rows: int, tokens: int, section: Efficiency
+) -> dict[str, dict[str, float]]:
+    """Measure models on a batch of `rows` prompts: a warm-up of each, which measures memory, then rounds of timings.
 
-    Args:
-        models: arm -> model.
-        rows: number of prompts in the batch.
-        tokens: length of each prompt.
-        section: the recipe's section `evaluate.efficiency`.
+    Returns:
+        By arm, an entry of `results.json`. Of seconds, the median of the repeats:
+
+        - `time_to_first_token` in seconds; tokens per second of the prefill and of decoding, over all rows.
+        - `spread`: the larger interquartile range of the two, divided by its median. Smaller relative differences
+          between models are noise.
+        - `peak_bytes`: peak memory of the prefill without the weights: of CUDA's allocator, or on a CPU of all tensors
+          that operations create.
+        - `state_bytes`: convolution and recurrent states of all rows; `kv_bytes`: keys and values after the prompt.
     """
     vocabulary = min(model.config.get_text_config().vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0))
@@ -138,8 +105,15 @@ def costs(models: Mapping[str, PreTrainedModel], rows: int, tokens: int, section
     for name, model in models.items():
         model.train(training[name])
         first, decode = ([each[i] for each in seconds[name]] for i in (0, 1))
-        spread = max(spread_of(first), spread_of(decode))
-        measured[name] = Cost(median(first), median(decode) / section.new_tokens, spread, *memory[name])
+        measured[name] = {
+            "rows": rows,
+            "tokens": tokens,
+            "prefill_tokens_per_second": rows * tokens / median(first),
+            "time_to_first_token": median(first),
+            "decode_tokens_per_second": rows * section.new_tokens / median(decode),
+            "spread": max(spread_of(first), spread_of(decode)),
+            **memory[name],
+        }
     return measured
 
 
@@ -170,8 +144,8 @@ class _Timer:
         self.decode(token_B1, cache, new_tokens)
         return halfway - began, self._clock() - halfway
 
-    def memory(self) -> tuple[int, int, int]:
-        """Measure bytes: the peak without the weights, the states, and keys and values. Warms up both phases."""
+    def memory(self) -> dict[str, float]:
+        """Measure the bytes. Warms up both phases."""
         gc.collect()
         if self.ids_BT.is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -183,9 +157,9 @@ class _Timer:
                 token_B1, cache = self.prefill()
             peak = meter.peak
         states, keys_values = cache_tensors(cache)
-        state_bytes, kv_bytes = sum(t.nbytes for t in states), sum(t.nbytes for t in keys_values)
+        found = {"state_bytes": sum(t.nbytes for t in states), "kv_bytes": sum(t.nbytes for t in keys_values)}
         self.decode(token_B1, copy.deepcopy(cache), 1)
-        return peak, state_bytes, kv_bytes
+        return {"peak_bytes": peak, **found}
 
     def _clock(self) -> float:
         if self.ids_BT.is_cuda:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.data.user import named_data, read_documents
 from surgery.errors import fitting
 from surgery.evaluate.contrasts import contrasts, gap_closed
-from surgery.evaluate.held_out import Example, examples_of
+from surgery.evaluate.held_out import examples_of
 from surgery.evaluate.lm_eval import run_lm_eval
 from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE
@@ -41,24 +41,7 @@ class Arm:
 
     summary: dict[str, Any]
     correct: dict[str, Tensor]
-    examples: dict[str, list[Example]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Score:
-    """Result of one model on one task.
-
-    Attributes:
-        task: its name.
-        entry: of the summary.
-        correct: task -> (N,) right or wrong by prompt. Generation counts as a task of its own.
-        examples: as in `Arm`.
-    """
-
-    task: str
-    entry: Any
-    correct: dict[str, Tensor] = field(default_factory=dict)
-    examples: dict[str, list[Example]] = field(default_factory=dict)
+    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
 
 def held_out_documents(
@@ -118,10 +101,8 @@ def evaluate_model(
     arm = Arm({"kv_retrieval": {}}, {})
     with torch_scans(model):
         with fitting("evaluate.batch_size", section.batch_size):
-            for done, score in enumerate(_scores(model, tokenizer, section, seed, prompts), start=1):
-                _insert(arm.summary, score.task, score.entry)
-                arm.correct.update(score.correct)
-                arm.examples.update(score.examples)
+            for done, (task, entry) in enumerate(_measure(arm, model, tokenizer, section, seed, prompts), start=1):
+                _insert(arm.summary, task, entry)
                 if progress is not None:
                     progress(done, prompts.num_tasks)
         if section.lm_eval is not None:
@@ -141,14 +122,57 @@ def mark_seen(summary: dict[str, Any], section: Evaluate, train: Train) -> None:
     """
     used = {(source.task, source.split) for stage in train.sequence for source in stage.sources}
     for task in section.tasks:
-        probe = task.probe
-        if any(
-            name in probe.held_out_from and (half is None or probe.evaluated in (None, half)) for name, half in used
-        ):
+        kept_from, evaluated = task.probe.held_out_from, task.probe.evaluated
+        if any(name in kept_from and (half is None or evaluated in (None, half)) for name, half in used):
             entry = summary[task.result_name]
             for part in (entry, entry.get("generated")):
                 if part is not None:
                     part["seen"] = True
+
+
+def _measure(
+    arm: Arm,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    section: Evaluate,
+    seed: int,
+    prompts: PromptSet,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the entry of each task. `correct` and `examples` go into the arm; generation is a task of its own there."""
+    size = section.batch_size
+    for task, documents in prompts.choices.items():
+        if section.generates(task.partition("/")[0]):
+            answers = generate_answers(model, tokenizer, documents, prompts.batches(task, tokenizer, size, True))
+            assert answers.ranked is not None
+            correct = {task: answers.ranked.correct, f"{task}/generated": answers.correct}
+            begun = {"begun": float(answers.begun.double().mean())}
+            generated = {"generated": accuracy_of(answers.correct) | begun}
+        else:
+            correct = {task: ranked(model, prompts.batches(task, tokenizer, size, with_answers=False)).correct}
+            generated = {}
+        arm.correct.update(correct)
+        chance = sum(1 / len(document.questions[-1].choices) for document in documents) / len(documents)
+        yield task, accuracy_of(correct[task]) | {"chance": chance} | generated
+    for task, documents in prompts.generation.items():
+        answers = generate_answers(model, tokenizer, documents, prompts.batches(task, tokenizer, size, True))
+        arm.correct[task] = answers.correct
+        (mean,) = bootstrap_mean(answers.token_accuracy.double().numpy()[None], seed)
+        per_token = {"mean": mean.value, "low": mean.low, "high": mean.high, "n": mean.n}
+        yield task, accuracy_of(answers.correct) | {"per_token": per_token}
+    for task, documents in prompts.texts.items():
+        yield task, perplexity(model, tokenizer, documents, size)
+    for name, documents in prompts.held_out.items():
+        entry: dict[str, Any]
+        if documents[0].questions:
+            exact = exact_answers(model, tokenizer, documents, size)
+            nats, tokens = answer_nats(model, tokenizer, documents, size)
+            entry = accuracy_of(exact.correct) | {"first_token": accuracy_of(exact.first_token)}
+            entry["loss"] = {"nats": nats, "tokens": tokens}
+            arm.correct[f"held_out/{name}"] = exact.correct
+            arm.examples[name] = examples_of(documents, exact)
+        else:
+            entry = {"perplexity": perplexity(model, tokenizer, documents, size), "n": len(documents)}
+        yield f"held_out/{name}", entry
 
 
 def _insert(summary: dict[str, Any], task: str, entry: Any) -> None:
@@ -162,46 +186,6 @@ def _insert(summary: dict[str, Any], task: str, entry: Any) -> None:
     if (entry.get("perplexity") if isinstance(entry, dict) else entry) == LARGEST:
         note = f"{task}: the perplexity is at least {LARGEST:g}, the largest that is reported: the model has diverged"
         summary.setdefault("notes", []).append(note)
-
-
-def _scores(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Evaluate, seed: int, prompts: PromptSet
-) -> Iterator[_Score]:
-    """Yield the result on each task."""
-    size = section.batch_size
-    for task, documents in prompts.choices.items():
-        if not section.generates(task.partition("/")[0]):
-            correct = ranked(model, prompts.batches(task, tokenizer, size, with_answers=False)).correct
-            yield _Score(task, accuracy_of(correct) | _chance(documents), {task: correct})
-            continue
-        answers = generate_answers(model, tokenizer, documents, prompts.batches(task, tokenizer, size, True))
-        assert answers.ranked is not None
-        generated = accuracy_of(answers.correct) | {"begun": float(answers.begun.double().mean())}
-        correct = answers.ranked.correct
-        entry = accuracy_of(correct) | _chance(documents) | {"generated": generated}
-        yield _Score(task, entry, {task: correct, f"{task}/generated": answers.correct})
-    for task, documents in prompts.generation.items():
-        answers = generate_answers(model, tokenizer, documents, prompts.batches(task, tokenizer, size, True))
-        (mean,) = bootstrap_mean(answers.token_accuracy.double().numpy()[None], seed)
-        per_token = {"mean": mean.value, "low": mean.low, "high": mean.high, "n": mean.n}
-        yield _Score(task, accuracy_of(answers.correct) | {"per_token": per_token}, {task: answers.correct})
-    for task, documents in prompts.texts.items():
-        yield _Score(task, perplexity(model, tokenizer, documents, size))
-    for name, documents in prompts.held_out.items():
-        task = f"held_out/{name}"
-        if documents[0].questions:
-            exact = exact_answers(model, tokenizer, documents, size)
-            nats, tokens = answer_nats(model, tokenizer, documents, size)
-            entry = accuracy_of(exact.correct) | {"first_token": accuracy_of(exact.first_token)}
-            entry["loss"] = {"nats": nats, "tokens": tokens}
-            yield _Score(task, entry, {task: exact.correct}, {name: examples_of(documents, exact)})
-        else:
-            yield _Score(task, {"perplexity": perplexity(model, tokenizer, documents, size), "n": len(documents)})
-
-
-def _chance(documents: Sequence[Document]) -> dict[str, float]:
-    """Accuracy of guesses among the choices of each prompt."""
-    return {"chance": sum(1 / len(document.questions[-1].choices) for document in documents) / len(documents)}
 
 
 def accuracy_of(correct: Tensor) -> dict[str, float]:

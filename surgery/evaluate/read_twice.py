@@ -41,12 +41,7 @@ def read_twice(document: Document, begin: str | None = None) -> Document:
         return span[0] + shift, span[1] + shift
 
     questions = tuple(
-        replace(
-            question,
-            answer=moved(question.answer),
-            segment=moved(question.segment) if question.segment is not None else None,
-            value=moved(question.value) if question.value is not None else None,
-        )
-        for question in document.questions
+        replace(q, answer=moved(q.answer), segment=q.segment and moved(q.segment), value=q.value and moved(q.value))
+        for q in document.questions
     )
     return Document(document.task, prompt + text, questions)

@@ -24,7 +24,7 @@ from surgery.errors import ModelError, reading
 from surgery.export.files import AGAIN, read_object
 from surgery.files.atomic import write_text
 from surgery.files.secret_scan import SECRET_NAME
-from surgery.hybrid import kernels
+from surgery.hybrid import modeling_hybrid
 
 # As a fraction of the logits' standard deviation. Other summation orders and fp64 differ by at most 4e-5; scaling the
 # new heads' output by 1.01 differs by at least 9e-3, disabling them by 0.7. paper/VALIDATION.md has the measurements.
@@ -37,7 +37,7 @@ SAMPLE = "The value of the key 'miku' is 42.\n"  # encoded with the reloaded tok
 # For each dtype: logits (B,T,V), the first prompt with its greedy continuation (1,T+N), and the logits (N,V) of the new
 # tokens. The tokenizer is loaded without code of its own.
 RELOAD = """
-import importlib.util, json, os, sys
+import importlib, json, os, sys, types
 sys.modules["surgery"] = None
 import torch
 from safetensors import SafetensorError
@@ -59,8 +59,9 @@ for dtype in dtypes:
         folder, trust_remote_code=not chooser, use_safetensors=True, dtype=dtype, output_loading_info=True
     )
     if chooser:  # the folder has no code that keeps the tensors of this CPU from kernels
-        spec = importlib.util.spec_from_file_location("chooser", chooser)
-        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        sys.modules["chooser"] = types.ModuleType("chooser")
+        sys.modules["chooser"].__path__ = [chooser]
+        module = importlib.import_module("chooser.modeling_hybrid")
         module.kernels_by_device(*(type(part) for part in model.modules()))
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[fault]:
@@ -104,7 +105,7 @@ def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str], remote_code: boo
         prompts, results = Path(scratch, "ids.safetensors"), Path(scratch, "results.safetensors")
         save_file({"ids": ids_BT}, prompts)
         command = [sys.executable, "-c", RELOAD, str(folder.resolve()), str(prompts), str(results), SAMPLE]
-        command += ["" if remote_code else kernels.__file__, *dtypes]
+        command += ["" if remote_code else str(Path(modeling_hybrid.__file__).parent), *dtypes]
         extra = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
         environment = environment_without_secrets(extra)
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=scratch)

@@ -19,7 +19,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from surgery.errors import ModelError
 from surgery.export.files import AGAIN, read_json_file, read_object, shown, visible_files
 from surgery.hybrid import CLASSES
-from surgery.hybrid.configuration import auto_map, outside_modules
+from surgery.hybrid.configuration_hybrid import auto_map, outside_modules
 
 _TRUST = "Read it first, then pass --trust-remote-code to run it."
 # JSON keys that name code to import, or files to load instead of the checked ones.

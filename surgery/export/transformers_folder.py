@@ -29,8 +29,8 @@ from surgery.export.reload import (
     write_reference,
 )
 from surgery.export.shipped_code import check_code, private_copy
-from surgery.hybrid.attention import SplicedAttention
-from surgery.hybrid.sites import BRANCHES
+from surgery.hybrid.configuration_hybrid import BRANCHES
+from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.config_checks import SPLICE_VERSION
 from surgery.models.loading import load_config
 from surgery.models.lookup import family_of, structure_of

@@ -5,12 +5,18 @@ from typing import Any
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .modeling_bamba_hybrid import BambaHybridConfig, BambaHybridForCausalLM, BambaHybridModel
-from .modeling_falcon_mamba_hybrid import FalconMambaHybridConfig, FalconMambaHybridForCausalLM, FalconMambaHybridModel
 from .modeling_granite_hybrid import GraniteHybridConfig, GraniteHybridForCausalLM, GraniteHybridModel
 from .modeling_llamba import LlambaConfig, LlambaForCausalLM, LlambaModel
 from .modeling_mamba2_hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM, Mamba2HybridModel
 from .modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM, Mamba2AttnModel
-from .modeling_mamba_hybrid import MambaHybridConfig, MambaHybridForCausalLM, MambaHybridModel
+from .modeling_mamba_hybrid import (
+    FalconMambaHybridConfig,
+    FalconMambaHybridForCausalLM,
+    FalconMambaHybridModel,
+    MambaHybridConfig,
+    MambaHybridForCausalLM,
+    MambaHybridModel,
+)
 from .modeling_nemotron_h_hybrid import NemotronHHybridConfig, NemotronHHybridForCausalLM, NemotronHHybridModel
 from .modeling_zamba2_hybrid import Zamba2HybridConfig, Zamba2HybridForCausalLM, Zamba2HybridModel
 

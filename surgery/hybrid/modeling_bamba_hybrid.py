@@ -1,7 +1,6 @@
 """Bamba with spliced attention heads: config, model and causal language model.
 
-Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. Everything
-but the branch is transformers' own Bamba.
+Everything but the branch is transformers' own Bamba.
 """
 
 from transformers import BambaConfig, GenerationMixin
@@ -12,9 +11,8 @@ from transformers.models.bamba.modeling_bamba import (
     BambaPreTrainedModel,
 )
 
-from .configuration import HybridConfigMixin
-from .mixer import HybridMixerMixin
-from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, recorded
+from .configuration_hybrid import HybridConfigMixin
+from .modeling_hybrid import HybridCausalLMMixin, HybridInitMixin, HybridMixerMixin, HybridModelMixin, recorded
 
 
 class BambaHybridConfig(HybridConfigMixin, BambaConfig):
@@ -53,7 +51,7 @@ class BambaHybridModel(HybridModelMixin, BambaHybridPreTrainedModel, BambaModel)
         super().__init__(config)
         for index, block in enumerate(self.layers):
             if config.layers_block_type[index] == "linear_attention":
-                BambaHybridMixer.take_over(block.mamba, config)
+                block.mamba = BambaHybridMixer(config, index)
         self.post_init()
 
 

@@ -1,7 +1,6 @@
 """Granite 4 with spliced attention heads: config, model and causal language model.
 
-Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. Everything
-but the branch is transformers' own Granite 4.
+Everything but the branch is transformers' own Granite 4.
 """
 
 from typing import Any
@@ -14,9 +13,8 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridPreTrainedModel,
 )
 
-from .configuration import HybridConfigMixin
-from .mixer import HybridMixerMixin
-from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, recorded
+from .configuration_hybrid import HybridConfigMixin
+from .modeling_hybrid import HybridCausalLMMixin, HybridInitMixin, HybridMixerMixin, HybridModelMixin, recorded
 
 
 class GraniteHybridConfig(HybridConfigMixin, GraniteMoeHybridConfig):
@@ -62,7 +60,7 @@ class GraniteHybridModel(HybridModelMixin, GraniteHybridPreTrainedModel, Granite
         super().__init__(config)
         for index, block in enumerate(self.layers):
             if config.layers_block_type[index] == "linear_attention":
-                GraniteHybridMixer.take_over(block.mamba, config)
+                block.mamba = GraniteHybridMixer(config, index)
         self.post_init()
 
 

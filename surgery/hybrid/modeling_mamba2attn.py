@@ -15,19 +15,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin
-from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2ForCausalLM, Mamba2RMSNorm
+from transformers import GenerationMixin, Mamba2Config
+from transformers.models.mamba2.modeling_mamba2 import (
+    Mamba2Block,
+    Mamba2ForCausalLM,
+    Mamba2Mixer,
+    Mamba2Model,
+    Mamba2PreTrainedModel,
+    Mamba2RMSNorm,
+)
 from transformers.utils.output_capturing import OutputRecorder
 
-from .attention import SplicedAttention
-from .backends import attend
-from .modeling_mamba2_hybrid import (
-    Mamba2HybridConfig,
-    Mamba2HybridForCausalLM,
-    Mamba2HybridModel,
-    Mamba2HybridPreTrainedModel,
+from .configuration_hybrid import HybridConfigMixin
+from .modeling_hybrid import (
+    HybridCausalLMMixin,
+    HybridInitMixin,
+    HybridMixerMixin,
+    HybridModelMixin,
+    LogitsMixin,
+    RecordingMixin,
+    SplicedAttention,
+    SplicePass,
+    attend,
+    convolved,
+    masked,
 )
-from .packing import SplicePass, convolved, masked
 
 # The keys of mamba_ssm's `attn_cfg` that are kept, and its defaults. `causal` has to be true and is not kept.
 ATTENTION_DEFAULTS = {
@@ -44,8 +56,8 @@ ATTENTION_DEFAULTS = {
 MLP_MULTIPLE = 128  # mamba_ssm rounds `d_intermediate` up to it
 
 
-class Mamba2AttnConfig(Mamba2HybridConfig):
-    """Mamba2HybridConfig, and the fields of mamba_ssm's config for attention and MLPs, under its names.
+class Mamba2AttnConfig(HybridConfigMixin, Mamba2Config):
+    """Mamba2Config, `splice`, and the fields of mamba_ssm's config for attention and MLPs, under its names.
 
     Fields:
         attn_layer_idx: layers whose mixer is attention.
@@ -55,6 +67,7 @@ class Mamba2AttnConfig(Mamba2HybridConfig):
 
     model_type = "mamba2attn_hybrid"
 
+    splice: list | None = None
     attn_layer_idx: list | None = None
     attn_cfg: dict | None = None
     d_intermediate: int = 0
@@ -172,15 +185,17 @@ class MambaSsmMLP(nn.Module):
         return self.fc2(value * F.silu(gate))
 
 
+class Mamba2AttnMixer(HybridMixerMixin, Mamba2Mixer):
+    """`Mamba2Mixer` with a branch where the config splices one."""
+
+
 class Mamba2AttnBlock(Mamba2Block):
     """`Mamba2Block` with an MLP and a norm of its own after the mixer."""
 
-    @classmethod
-    def take_over(cls, block: Mamba2Block, config: Mamba2AttnConfig) -> None:
-        """Add both to a block that the family has built."""
-        block.__class__ = cls
-        block.norm2 = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        block.mlp = MambaSsmMLP(config)
+    def __init__(self, config: Mamba2AttnConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.norm2 = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mlp = MambaSsmMLP(config)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(B,T,D) -> (B,T,D)."""
@@ -188,28 +203,39 @@ class Mamba2AttnBlock(Mamba2Block):
         return residual + self.mlp(self.norm2(residual.to(self.norm2.weight.dtype)))
 
 
-class Mamba2AttnModel(Mamba2HybridModel):
-    """`Mamba2HybridModel` whose layers may be attention, and may have MLPs."""
+class Mamba2AttnPreTrainedModel(HybridInitMixin, Mamba2PreTrainedModel):
+    """Flags and initialisation common to both classes."""
 
     config_class = Mamba2AttnConfig
+    _can_set_attn_implementation_cached_value = True  # transformers would look for its attention functions in this file
+
+
+class Mamba2AttnModel(HybridModelMixin, RecordingMixin, Mamba2AttnPreTrainedModel, Mamba2Model):
+    """`Mamba2Model` whose layers may be attention, may have MLPs, and whose SSM mixers may have a branch."""
+
+    reads_positions = False
     _makes_masks = True
     _can_record_outputs = {"attentions": [SplicedAttention, OutputRecorder(AttentionWeights)]}
 
     def __init__(self, config: Mamba2AttnConfig) -> None:
         super().__init__(config)
-        for index in config.attn_layer_idx or ():
-            self.layers[index].mixer = MambaSsmAttention(config, index)
-        if config.d_intermediate:
-            for block in self.layers:
-                Mamba2AttnBlock.take_over(block, config)
-        self._no_split_modules = [type(block).__name__ for block in self.layers[:1]]
+        for index in range(config.num_hidden_layers):
+            if config.d_intermediate:
+                self.layers[index] = Mamba2AttnBlock(config, index)
+            if index in (config.attn_layer_idx or ()):
+                self.layers[index].mixer = MambaSsmAttention(config, index)
+            else:
+                self.layers[index].mixer = Mamba2AttnMixer(config, index, initialize_mixer_weights=False)
+        self._no_split_modules = ["Mamba2AttnBlock" if config.d_intermediate else "Mamba2Block"]
+        if self.is_gradient_checkpointing:  # by the config, which told the plain blocks
+            self.gradient_checkpointing_enable()
         self.post_init()
 
 
-class Mamba2AttnForCausalLM(Mamba2HybridForCausalLM, GenerationMixin):
+class Mamba2AttnForCausalLM(
+    HybridCausalLMMixin, LogitsMixin, Mamba2AttnPreTrainedModel, Mamba2ForCausalLM, GenerationMixin
+):
     """Mamba-2 language model with attention layers."""
-
-    config_class = Mamba2AttnConfig
 
     def __init__(self, config: Mamba2AttnConfig) -> None:
         super(Mamba2ForCausalLM, self).__init__(config)
@@ -218,4 +244,4 @@ class Mamba2AttnForCausalLM(Mamba2HybridForCausalLM, GenerationMixin):
         self._build(backbone)
 
 
-__all__ = ["Mamba2AttnConfig", "Mamba2AttnForCausalLM", "Mamba2AttnModel", "Mamba2HybridPreTrainedModel"]
+__all__ = ["Mamba2AttnConfig", "Mamba2AttnForCausalLM", "Mamba2AttnModel", "Mamba2AttnPreTrainedModel"]

@@ -1,7 +1,6 @@
 """Nemotron-H with spliced attention heads: config, model and causal language model.
 
-Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. Everything
-but the branch is transformers' own Nemotron-H (arXiv 2504.03624).
+Everything but the branch is transformers' own Nemotron-H (arXiv 2504.03624).
 """
 
 from transformers import GenerationMixin, NemotronHConfig
@@ -12,9 +11,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import (
     NemotronHPreTrainedModel,
 )
 
-from .configuration import HybridConfigMixin
-from .mixer import HybridMixerMixin
-from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, recorded
+from .configuration_hybrid import HybridConfigMixin
+from .modeling_hybrid import HybridCausalLMMixin, HybridInitMixin, HybridMixerMixin, HybridModelMixin, recorded
 
 
 class NemotronHHybridConfig(HybridConfigMixin, NemotronHConfig):
@@ -62,7 +60,7 @@ class NemotronHHybridModel(HybridModelMixin, NemotronHHybridPreTrainedModel, Nem
         super().__init__(config)
         for index, block in enumerate(self.layers):
             if config.layers_block_type[index] == "linear_attention":
-                NemotronHHybridMixer.take_over(block.mixer, config)
+                block.mixer = NemotronHHybridMixer(config, index)
         self.post_init()
 
 

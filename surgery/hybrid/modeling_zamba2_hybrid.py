@@ -1,8 +1,7 @@
 """Zamba2 with spliced attention heads: config, model and causal language model.
 
-Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. Everything
-but the branch is transformers' own Zamba2 (arXiv 2411.15242). Layers with a shared transformer keep its keys and
-values in their slot of the cache, and cannot be spliced.
+Everything but the branch is transformers' own Zamba2 (arXiv 2411.15242). Layers with a shared transformer keep its
+keys and values in their slot of the cache, and cannot be spliced.
 """
 
 from transformers import GenerationMixin, Zamba2Config
@@ -13,9 +12,8 @@ from transformers.models.zamba2.modeling_zamba2 import (
     Zamba2PreTrainedModel,
 )
 
-from .configuration import HybridConfigMixin
-from .mixer import HybridMixerMixin
-from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, recorded
+from .configuration_hybrid import HybridConfigMixin
+from .modeling_hybrid import HybridCausalLMMixin, HybridInitMixin, HybridMixerMixin, HybridModelMixin, recorded
 
 
 class Zamba2HybridConfig(HybridConfigMixin, Zamba2Config):
@@ -54,7 +52,7 @@ class Zamba2HybridModel(HybridModelMixin, Zamba2HybridPreTrainedModel, Zamba2Mod
         super().__init__(config)
         for index, block in enumerate(self.layers):
             holder = block.mamba_decoder if config.layers_block_type[index] == "hybrid" else block
-            Zamba2HybridMixer.take_over(holder.mamba, config)
+            holder.mamba = Zamba2HybridMixer(config, index)
         self.post_init()
 
 

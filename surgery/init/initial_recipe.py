@@ -66,7 +66,10 @@ def write_recipe(found: Findings, say: Say) -> str:
     draft = _Draft()
     draft.set("name", recipe_name(found.base.model))
     draft.set("seed", 0)
-    _base(draft, found)
+    width = 2 if is_large(found.parameters) else 4
+    size, unit = (GIB, "GiB") if found.parameters * width > GIB / 10 else (GIB / 1024, "MiB")
+    shown = found.base.model_dump(mode="json", exclude_defaults=True)
+    draft.set("base", shown, f"{found.base.dtype}: {found.parameters * width / size:.1f} {unit} of weights.")
     _locate(draft, found)
     _splice(draft, found)
     _train(draft, found)
@@ -101,37 +104,29 @@ def _head(found: Findings) -> list[str]:
         f"The base: {found.config.model_type}, {size}.",
     ]
     shares, pairs = found.screening.shares, found.screening.pairs
+    unusable = [f"- {form}: not possible. {reason}" for form, reason in found.screening.unusable.items()]
     if found.share is not None:
         tried = "; ".join(f"{form} {two_digits(share.accuracy)}" for form, share in shares.items())
-        lines += [f"Accuracy by format, with {pairs} pairs: {tried}."]
+        lines += [f"Accuracy by format, with {pairs} pairs: {tried}.", *unusable]
     else:
         lines += [
             "",
             "THE BASE IS AT CHANCE: it retrieves in no format that was tried, so its heads cannot be told apart. "
             "A head is chosen at random, and training may or may not teach it. Tried:",
-        ]
-        lines += [
-            f"- {form}, {pairs} pairs: {share}, guesses {two_digits(share.chance)}" for form, share in shares.items()
-        ]
-    lines += [f"- {form}: not possible. {reason}" for form, reason in found.screening.unusable.items()]
-    if found.share is None:
-        lines += [
+            *(
+                f"- {form}, {pairs} pairs: {share}, guesses {two_digits(share.chance)}"
+                for form, share in shares.items()
+            ),
+            *unusable,
             "What to try: train the base longer, or use a larger one. Pass your data with --data. Locate on prompts of "
             "your own that the base can answer (locate.data). List heads that you know (splice.select: list).",
         ]
     if found.perplexity >= found.config.vocab_size:
-        lines += [
+        lines.append(
             f"Perplexity of simple English sentences: {found.perplexity:.3g}, with {found.config.vocab_size} tokens to "
-            "choose from. The base looks untrained, or the tokenizer is that of another model.",
-        ]
+            "choose from. The base looks untrained, or the tokenizer is that of another model."
+        )
     return lines
-
-
-def _base(draft: _Draft, found: Findings) -> None:
-    shown = found.base.model_dump(mode="json", exclude_defaults=True)
-    width = 2 if is_large(found.parameters) else 4
-    size, unit = (GIB, "GiB") if found.parameters * width > GIB / 10 else (GIB / 1024, "MiB")
-    draft.set("base", shown, f"{found.base.dtype}: {found.parameters * width / size:.1f} {unit} of weights.")
 
 
 def _locate(draft: _Draft, found: Findings) -> None:
@@ -197,13 +192,10 @@ def _splice(draft: _Draft, found: Findings) -> None:
 
 def _train(draft: _Draft, found: Findings) -> None:
     only_heads = is_large(found.parameters)
-    steps = num_steps(found.parameters, only_heads)
+    steps, why = num_steps(found.parameters, only_heads), "of the recipes for this size"
     slow = not found.is_small and not found.machine.on_gpu
     if slow:
-        steps = min(steps, 100)
-    why = "of the recipes for this size"
-    if slow:
-        why = "as on CPUs, where steps are slow"
+        steps, why = min(steps, 100), "as on CPUs, where steps are slow"
     elif found.is_small:
         why = "that the shipped bases needed"
     draft.set("train.steps", steps, f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
@@ -288,14 +280,13 @@ def _fit_memory(draft: _Draft, found: Findings, say: Say) -> None:
     """Reduce the memory of training until it fits, by the estimate of `--dry-run`."""
     room = found.machine.memory * _SHARE_OF_MEMORY
     changes: tuple[tuple[dict[str, Any], str], ...] = (
-        ({}, ""),
         ({"micro_batch": 2}, "Smaller steps do not fit otherwise."),
         ({"micro_batch": 1, "gradient_checkpointing": True}, "Larger ones do not fit."),
         ({"trainable": "new_heads"}, "Training all weights does not fit."),
     )
     section = draft.data["train"]
     measured = _estimate(draft.data)
-    for more, reason in changes[1:]:
+    for more, reason in changes:
         if measured <= room:
             break
         for key, value in more.items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.hybrid.sites import is_whole
+from surgery.hybrid.configuration_hybrid import is_whole
 from surgery.interventions.hooks import Hooks, hooked
 from surgery.models.lookup import block_of, mixer_of, structure_of
 from surgery.types import MixerSpec

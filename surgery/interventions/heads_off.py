@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from surgery.errors import ModelError
-from surgery.hybrid.sites import is_whole
+from surgery.hybrid.configuration_hybrid import is_whole
 from surgery.interventions.hooks import hooked
 from surgery.models.inserted import attention_layers
 from surgery.models.lookup import family_of, mixer_of, structure_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from surgery.hybrid.mixer import HybridMixerMixin
+from surgery.hybrid.modeling_hybrid import HybridMixerMixin
 from surgery.interventions.hooks import ActivationCache, replaced_once
 from surgery.models.layouts import ReadsState
 from surgery.models.lookup import mixer_of, structure_of

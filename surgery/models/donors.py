@@ -65,7 +65,7 @@ def donor_fields(config: PreTrainedConfig, spec: MixerSpec, heads: Sequence[int]
 
 
 def donor_weights(model: PreTrainedModel, spec: MixerSpec, heads: Sequence[int] | None) -> dict[str, Tensor]:
-    """Return weights and biases under the names of `hybrid.donor.DonorAttention`, in the order of `heads`."""
+    """Return weights and biases under the names of `DonorAttention`, in the order of `heads`."""
     mixer = model.get_submodule(spec.path)
     queries = list(range(spec.num_heads)) if heads is None else list(heads)
     groups = list(range(spec.num_groups)) if heads is None else [spec.group_of(head) for head in queries]

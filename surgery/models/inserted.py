@@ -30,9 +30,7 @@ from transformers import (
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from surgery.errors import ModelError
-from surgery.hybrid.attention import SplicedAttention
-from surgery.hybrid.model import HybridCausalLMMixin, HybridModelMixin
-from surgery.hybrid.packing import SpliceRows
+from surgery.hybrid.modeling_hybrid import HybridCausalLMMixin, HybridModelMixin, SplicedAttention, SpliceRows
 from surgery.types import Graft, MixerSpec
 
 FIELD = "inserted"  # field of the config: one entry for each graft, from below

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from surgery import hybrid as h
 from surgery.errors import ModelError
-from surgery.hybrid.sites import is_whole
+from surgery.hybrid.configuration_hybrid import is_whole
 from surgery.models.layouts import Family, HybridClasses
 from surgery.registry import Registry
 from surgery.types import Letter, MixerSpec

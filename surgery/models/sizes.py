@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import reading
-from surgery.hybrid.sites import BRANCHES, is_whole
+from surgery.hybrid.configuration_hybrid import BRANCHES, is_whole
 from surgery.models.inserted import new_modules
 from surgery.models.lookup import family_of, structure_of
 from surgery.models.torch_scans import choose_by_device
@@ -78,7 +78,7 @@ def sizes_of(model: PreTrainedModel, itemsize: int = 4) -> Sizes:
 
 def kv_bytes_per_token(splice: Sequence[dict[str, Any]], itemsize: int = 4) -> int:
     """Return the bytes that spliced heads cache per token. Replaced layers count as the model's own attention."""
-    return itemsize * sum(BRANCHES[site["init"]].kv_numel(site) for site in splice if not is_whole(site))
+    return itemsize * sum(_numbers_per_token(site) for site in splice if not is_whole(site))
 
 
 def own_kv_bytes_per_token(config: PreTrainedConfig, itemsize: int = 4) -> int:
@@ -90,5 +90,17 @@ def state_bytes(config: PreTrainedConfig, itemsize: int = 4) -> int:
     """Return the bytes of convolution and recurrent states, including the convolution states of spliced heads."""
     total = sum(structure_of(spec).state_numel(spec) for spec in family_of(config).mixers(config))
     for site in getattr(config, "splice", None) or []:
-        total += BRANCHES[site["init"]].state_numel(site)
+        total += _numbers_of_state(site)
     return total * itemsize
+
+
+def _numbers_per_token(site: dict[str, Any]) -> int:
+    """Count what the cache keeps of each token. A branch with another cache has the method `kv_numel(site)`."""
+    own = getattr(BRANCHES[site["init"]], "kv_numel", None)
+    return own(site) if own else len(site["heads"]) * (site["qk_width"] + site["v_width"])
+
+
+def _numbers_of_state(site: dict[str, Any]) -> int:
+    """Count the state of a branch's convolution. A branch with another state has the method `state_numel(site)`."""
+    own = getattr(BRANCHES[site["init"]], "state_numel", None)
+    return own(site) if own else len(site["heads"]) * (2 * site["qk_width"] + site["v_width"]) * site["conv_kernel"]

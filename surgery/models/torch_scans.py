@@ -17,6 +17,9 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from types import ModuleType
 from typing import Any
@@ -27,9 +30,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from surgery.hybrid.discrete_scan import chunked_scan
-from surgery.hybrid.kernels import KERNELS, kernels_by_device, missing_kernel
-from surgery.hybrid.packing import begins_of
+from surgery.hybrid.modeling_hybrid import KERNELS, begins_of, kernels_by_device
+from surgery.hybrid.modeling_llamba import chunked_scan
 from surgery.models.selective_scan import selective_scan
 
 Scan = Callable[..., Any]
@@ -165,6 +167,27 @@ def code_text(model: PreTrainedModel, device: torch.device, compiled: bool = Fal
     return f"on {device.type}: " + "; ".join(
         f"{part} by {_code_of(name, owner, device)}" for part, name, owner in parts
     )
+
+
+@cache
+def missing_kernel(name: str) -> str | None:
+    """Return why a function has no kernel, and what to install, in one line; None if it has one.
+
+    Args:
+        name: a key of `KERNELS`.
+    """
+    for module in KERNELS[name]:
+        package = module.partition(".")[0]
+        command = f"pip install --no-build-isolation {package.replace('_', '-')}"
+        try:
+            import_module(module)
+        except Exception as error:  # a package that was built for another torch raises any
+            if find_spec(package) is None:
+                return f"{package} is not installed: {command}"
+            reason = " ".join(str(error).split())[:120]
+            again = command.replace("install", "install --force-reinstall --no-deps", 1)
+            return f"{package} cannot be imported ({type(error).__name__}: {reason}): {again}"
+    return None
 
 
 def _code_of(name: str, owner: str, device: torch.device) -> str:

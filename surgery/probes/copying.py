@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from random import Random
 
-from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer, draw
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import SYLLABLES
@@ -22,39 +21,23 @@ AGAIN = "Again:"
 _SYLLABLES_SHARE = 0.5  # the other pieces are integers
 
 
-def copying_document(rng: Random, pieces: int, split: Split = "train") -> Document:
-    """Generate a random string twice. The second copy is the answer; there are no choices.
-
-    Args:
-        rng: source of randomness.
-        pieces: number of syllables and integers in the string.
-        split: the splits have different strings.
-
-    Raises:
-        ProbeError: `pieces` is less than 2.
-    """
-    if pieces < 2:
-        raise ProbeError("pieces", pieces, "Use 2 or more.")
-
-    def piece() -> str:
-        return rng.choice(SYLLABLES) if rng.random() < _SYLLABLES_SHARE else str(rng.randrange(100))
-
-    passage = draw(split, lambda: "".join(piece() for _ in range(pieces)))
-    writer = Writer()
-    writer.add(HEADER)
-    first = writer.add(passage)
-    writer.add("\n" + AGAIN)
-    answer = writer.add(passage)
-    return Document("copying", writer.text, (Question(answer, (), 0, segment=first, value=first),))
-
-
 @register_probe("copying")
 class Copying(Probe):
-    """Copying: `copying_document`, with `pairs` pieces."""
+    """Copying, with `pairs` pieces in the string. The second copy is the answer; there are no choices."""
 
     scoring = "generation"
     pairs = (2, 100)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a string, twice."""
-        return copying_document(rng, options.pairs, split)
+        """Generate a random string twice."""
+
+        def piece() -> str:
+            return rng.choice(SYLLABLES) if rng.random() < _SYLLABLES_SHARE else str(rng.randrange(100))
+
+        passage = draw(split, lambda: "".join(piece() for _ in range(options.pairs)))
+        writer = Writer()
+        writer.add(HEADER)
+        first = writer.add(passage)
+        writer.add("\n" + AGAIN)
+        answer = writer.add(passage)
+        return Document("copying", writer.text, (Question(answer, (), 0, segment=first, value=first),))

@@ -15,70 +15,51 @@ from random import Random
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer
-from surgery.probes.kv_retrieval import HEADER, NUM_VALUES
-from surgery.probes.pairs import Range, fillers
+from surgery.probes.kv_retrieval import HEADER, NUM_VALUES, write_lines
+from surgery.probes.pairs import fillers
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import key_words
 
 
-def hop_document(
-    rng: Random, pairs: int, hops: int = 2, split: Split = "train", filler: Range | None = None
-) -> Document:
-    """Generate a dictionary of shuffled lines, and a question whose answer is `hops` lines away.
-
-    The choices are all numbers in the dictionary.
-
-    Args:
-        rng: source of randomness.
-        pairs: number of lines. Lines that do not fill a whole chain have a number as their value.
-        hops: lines from the question to its answer.
-        split: the splits have different keys.
-        filler: smallest and largest number of words between a key and its value. None for no words.
-
-    Raises:
-        ProbeError: `hops` is less than 2; or `pairs` is too small for two chains, or exceeds the keys or numbers.
-    """
-    keys_available = key_words(split)
-    if hops < 2:
-        raise ProbeError("hops", hops, "One hop is kv_retrieval. Use 2 or more.")
-    chains, rest = divmod(pairs, hops)
-    most = min(len(keys_available), NUM_VALUES * hops)
-    if chains < 2 or pairs > most or chains + rest > NUM_VALUES:
-        raise ProbeError(
-            "pairs", pairs, f"With {hops} hops, two chains need {2 * hops} lines. Use {2 * hops} to {most}."
-        )
-    keys = rng.sample(keys_available, pairs)
-    numbers = tuple(str(n) for n in rng.sample(range(NUM_VALUES), chains + rest))
-    lines = []
-    for chain in range(chains):
-        chain_keys = keys[chain * hops : (chain + 1) * hops]
-        lines += list(zip(chain_keys, [*chain_keys[1:], numbers[chain]], strict=True))
-    lines += list(zip(keys[chains * hops :], numbers[chains:], strict=True))
-    rng.shuffle(lines)
-    gold = rng.randrange(chains)
-    writer = Writer()
-    writer.add(HEADER)
-    spans = {}
-    for (key, value), words in zip(lines, fillers(rng, pairs, filler), strict=True):
-        start, _ = writer.add(f"{key}{words}:")
-        value_span = writer.add(value)
-        _, end = writer.add("\n")
-        spans[key] = ((start, end), value_span)
-    writer.add(f"Going on from the key '{keys[gold * hops]}' to the key that is its value, ")
-    writer.add("until there is a number, one finds")
-    answer = writer.add(numbers[gold])
-    segment, value_span = spans[keys[(gold + 1) * hops - 1]]
-    return Document("multi_hop", writer.text, (Question(answer, numbers, gold, segment=segment, value=value_span),))
-
-
 @register_probe("multi_hop")
 class MultiHop(Probe):
-    """Multi-hop retrieval: `hop_document`."""
+    """Multi-hop retrieval, with `pairs` lines. Lines that do not fill a whole chain have a number as their value."""
 
     pairs = (4, NUM_VALUES)
     options = ("hops", "filler")
     gold_position = newline_ends_answer = True
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a dictionary with chains and one question."""
-        return hop_document(rng, options.pairs, options.hops, split, options.filler)
+        """Generate a dictionary of shuffled lines, and a question whose answer is `hops` lines away.
+
+        The choices are all numbers in the dictionary.
+
+        Raises:
+            ProbeError: `hops` is less than 2; or `pairs` is too small for two chains, or exceeds the keys or numbers.
+        """
+        pairs, hops, known = options.pairs, options.hops, key_words(split)
+        if hops < 2:
+            raise ProbeError("hops", hops, "One hop is kv_retrieval. Use 2 or more.")
+        chains, rest = divmod(pairs, hops)
+        most = min(len(known), NUM_VALUES * hops)
+        if chains < 2 or pairs > most or chains + rest > NUM_VALUES:
+            hint = f"With {hops} hops, two chains need {2 * hops} lines. Use {2 * hops} to {most}."
+            raise ProbeError("pairs", pairs, hint)
+        keys = rng.sample(known, pairs)
+        numbers = tuple(str(n) for n in rng.sample(range(NUM_VALUES), chains + rest))
+        lines = []
+        for chain in range(chains):
+            chain_keys = keys[chain * hops : (chain + 1) * hops]
+            lines += list(zip(chain_keys, [*chain_keys[1:], numbers[chain]], strict=True))
+        lines += list(zip(keys[chains * hops :], numbers[chains:], strict=True))
+        rng.shuffle(lines)
+        gold = rng.randrange(chains)
+        writer = Writer()
+        writer.add(HEADER)
+        ordered, values = zip(*lines, strict=True)
+        written = write_lines(writer, ordered, fillers(rng, pairs, options.filler), values)
+        writer.add(f"Going on from the key '{keys[gold * hops]}' to the key that is its value, ")
+        writer.add("until there is a number, one finds")
+        answer = writer.add(numbers[gold])
+        segment, value = written[ordered.index(keys[(gold + 1) * hops - 1])]
+        return Document("multi_hop", writer.text, (Question(answer, numbers, gold, segment=segment, value=value),))

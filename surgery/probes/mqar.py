@@ -13,7 +13,6 @@ A value is the last token of its segment, so the two columns of `sharpen` (the o
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Split, Writer, split_of
-from surgery.probes.pairs import check_pairs, check_questions
+from surgery.probes.pairs import check_pairs
 from surgery.probes.registry import Options, Probe, register_probe
 
 if TYPE_CHECKING:
@@ -36,45 +35,6 @@ class MqarWords:
 
     keys: tuple[str, ...]
     values: tuple[str, ...]
-
-
-def mqar_document(
-    rng: Random, pairs: int, keys: Sequence[str], values: Sequence[str], questions: int | None = None
-) -> Document:
-    """Generate keys with their values, then some of the keys again with their values.
-
-    Args:
-        rng: source of randomness.
-        pairs: number of keys.
-        keys, values: words to draw from, each one token after a space; see `mqar_words`. Documents of two splits differ
-            if their keys do.
-        questions: number of keys to repeat; all if None.
-
-    Raises:
-        ProbeError: more pairs than keys or values, more questions than pairs, or a word that is both.
-    """
-    if not set(keys).isdisjoint(values):
-        raise ProbeError(
-            "keys", sorted(set(keys) & set(values))[:4], "These words are both keys and values. Use disjoint lists."
-        )
-    check_pairs(pairs, min(len(keys), len(values)), f"There are {len(keys)} keys and {len(values)} values")
-    questions = pairs if questions is None else questions
-    check_questions(questions, pairs)
-    drawn = rng.sample(keys, pairs)
-    choices = tuple(f" {value}" for value in rng.sample(values, pairs))
-    writer = Writer()
-    spans = []
-    for key, choice in zip(drawn, choices, strict=True):
-        start, _ = writer.add(f" {key}")
-        value_span = writer.add(choice)
-        spans.append(((start, value_span[1]), value_span))
-    drawn_questions = []
-    for index in rng.sample(range(pairs), questions):
-        writer.add(f" {drawn[index]}")
-        answer = writer.add(choices[index])
-        segment, value_span = spans[index]
-        drawn_questions.append(Question(answer, choices, index, segment=segment, value=value_span))
-    return Document("mqar", writer.text, tuple(drawn_questions))
 
 
 @lru_cache(maxsize=4)  # every token of the vocabulary is decoded
@@ -108,7 +68,7 @@ def single_token_words(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 @register_probe("mqar")
 class Mqar(Probe):
-    """MQAR: `mqar_document`, with words of the base's tokenizer."""
+    """MQAR, with words of the base's tokenizer."""
 
     pairs = (2, 100)
     options = ("questions",)
@@ -116,7 +76,27 @@ class Mqar(Probe):
     lm_eval_group = None
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate keys with values, then some of the keys again."""
+        """Generate keys with their values, then some of the keys again with their values.
+
+        Raises:
+            ProbeError: more pairs than the tokenizer has words.
+        """
         self.check_tokenizer(options.tokenizer)
         words = mqar_words(options.tokenizer, split)
-        return mqar_document(rng, options.pairs, words.keys, words.values, options.questions)
+        most = min(len(words.keys), len(words.values))
+        check_pairs(options.pairs, most, f"There are {len(words.keys)} keys and {len(words.values)} values")
+        drawn = rng.sample(words.keys, options.pairs)
+        choices = tuple(f" {value}" for value in rng.sample(words.values, options.pairs))
+        writer = Writer()
+        spans = []
+        for key, choice in zip(drawn, choices, strict=True):
+            start, _ = writer.add(f" {key}")
+            value_span = writer.add(choice)
+            spans.append(((start, value_span[1]), value_span))
+        questions = []
+        for index in rng.sample(range(options.pairs), options.questions):
+            writer.add(f" {drawn[index]}")
+            answer = writer.add(choices[index])
+            segment, value_span = spans[index]
+            questions.append(Question(answer, choices, index, segment=segment, value=value_span))
+        return Document("mqar", writer.text, tuple(questions))

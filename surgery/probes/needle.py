@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Span, Split, Writer
 from surgery.probes.pairs import leads
-from surgery.probes.phonebook import Space, space_of
+from surgery.probes.phonebook import spaces
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.sentences import sentence
 from surgery.probes.words import key_words
@@ -36,55 +36,6 @@ HEADER = (
 )
 DIGITS = 7
 _DECOYS = 9  # numbers that are not in the text: wrong choices for a single needle
-
-
-def needle_document(
-    rng: Random,
-    length: int,
-    size: Callable[[str], int],
-    kind: Kind = "single",
-    depth: float = 0.5,
-    needles: int = 4,
-    split: Split = "train",
-    space: Space = "answer",
-) -> Document:
-    """Generate a haystack with needles, and a question.
-
-    Args:
-        rng: source of randomness.
-        length: maximum length of the text up to the end of the last answer, in the unit of `size`.
-        size: function from a text to its length, such as `token_count(tokenizer)`.
-        kind: see the module.
-        depth: share of the haystack before the needle that the question is about (the first of several). Other needles
-            are at random places.
-        needles: number of needles; ignored if `kind` is `single`.
-        split: the splits have different keys and sentences.
-        space: which part of the text has the space before a number; see `phonebook.space_of`.
-
-    Raises:
-        ProbeError: the text is too short for its needles, the depth is outside [0, 1], or `needles` outside 2 to 16.
-    """
-    if not 0 <= depth <= 1:
-        raise ProbeError("depth", depth, "The depth is a share of the haystack. Use 0 to 1.")
-    if kind != "single" and not 2 <= needles <= 16:
-        raise ProbeError("needles", needles, "Use 2 to 16.")
-    before, first = ("", " ") if space == "answer" else (" ", "")
-    count = 1 if kind == "single" else needles
-    tails = ["".join(rng.choice("0123456789") for _ in range(DIGITS - 2)) for _ in range(count + _DECOYS)]
-    starts = leads(rng, count + _DECOYS)
-    numbers = [f"{first}{lead}{tail}" for lead, tail in zip(starts, tails, strict=True)]
-    keys = rng.sample(key_words(split), 1 if kind == "multi_value" else count)
-    hidden = [(keys[i % len(keys)], numbers[i]) for i in range(count)]
-    queried = hidden[:1] if kind in ("single", "multi_key") else hidden
-    choices = tuple(numbers if kind == "single" else numbers[:count])
-    places = [depth, *(rng.random() for _ in hidden[1:])]
-    if kind in ("multi_value", "multi_query"):
-        places = [depth, *(depth + (1 - depth) * place for place in sorted(places[1:]))]
-
-    def build(hay: Sequence[str]) -> Document:
-        return _document(hay, hidden, places, queried, choices, before, kind)
-
-    return build(fill_with_sentences(rng, length, size, split, build))
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
@@ -116,31 +67,61 @@ def fill_with_sentences(
     return hay[:low]
 
 
-def _document(
-    hay: Sequence[str],
-    hidden: Sequence[tuple[str, str]],
-    places: Sequence[float],
-    queried: Sequence[tuple[str, str]],
-    choices: tuple[str, ...],
-    before: str,
-    kind: Kind,
-) -> Document:
-    writer = Writer()
-    writer.add(HEADER)
-    spans = _haystack(writer, hay, hidden, places, before)
-    names = list(dict.fromkeys(key for key, _ in queried))
-    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    noun, verb, every = ("number", "is", "the") if len(queried) == 1 else ("numbers", "are", "all the")
-    writer.add(f"\nWhat {verb} {every} special magic {noun} for {listed} mentioned in the provided text? ")
-    writer.add(f"The special magic {noun} for {listed} mentioned in the provided text {verb}")
-    questions = []
-    for place, (key, number) in enumerate(queried):
-        writer.add(before if place == 0 else f",{before}")
-        answer = writer.add(number)
-        segment, value = spans[key, number]
-        questions.append(Question(answer, choices, choices.index(number), segment=segment, value=value))
-    writer.add(".")
-    return Document(f"needle_{kind}", writer.text, tuple(questions))
+class Needle(Probe):
+    """Needles in a haystack. Without a tokenizer, lengths are in characters.
+
+    A document has at most `tokens` tokens up to the end of the last answer. `depth` is the share of the haystack before
+    the needle that the question is about (the first of several); other needles are at random places.
+    """
+
+    kind: Kind
+    pairs = (2, 16)
+    options: tuple[str, ...] = ("tokens", "needles")
+    gold_position = needs_tokenizer = True
+    lm_eval_sizes = (2,)
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        """Generate a haystack with its needles, and the question.
+
+        Raises:
+            ProbeError: the text is too short for its needles, or `needles` is outside 2 to 16.
+        """
+        size: Callable[[str], int] = len if options.tokenizer is None else token_count(options.tokenizer)
+        count = 1 if self.kind == "single" else options.needles
+        depth = rng.random() if options.depth is None else options.depth
+        if self.kind != "single" and not 2 <= count <= 16:
+            raise ProbeError("needles", count, "Use 2 to 16.")
+        before, first = spaces(options.tokenizer)
+        tails = ["".join(rng.choice("0123456789") for _ in range(DIGITS - 2)) for _ in range(count + _DECOYS)]
+        starts = leads(rng, count + _DECOYS)
+        numbers = [f"{first}{lead}{tail}" for lead, tail in zip(starts, tails, strict=True)]
+        keys = rng.sample(key_words(split), 1 if self.kind == "multi_value" else count)
+        hidden = [(keys[i % len(keys)], numbers[i]) for i in range(count)]
+        queried = hidden[:1] if self.kind in ("single", "multi_key") else hidden
+        choices = tuple(numbers if self.kind == "single" else numbers[:count])
+        places = [depth, *(rng.random() for _ in hidden[1:])]
+        if len(queried) > 1:
+            places = [depth, *(depth + (1 - depth) * place for place in sorted(places[1:]))]
+        names = list(dict.fromkeys(key for key, _ in queried))
+        listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        noun, verb, every = ("number", "is", "the") if len(queried) == 1 else ("numbers", "are", "all the")
+
+        def build(hay: Sequence[str]) -> Document:
+            writer = Writer()
+            writer.add(HEADER)
+            spans = _haystack(writer, hay, hidden, places, before)
+            writer.add(f"\nWhat {verb} {every} special magic {noun} for {listed} mentioned in the provided text? ")
+            writer.add(f"The special magic {noun} for {listed} mentioned in the provided text {verb}")
+            questions = []
+            for place, (key, number) in enumerate(queried):
+                writer.add(before if place == 0 else f",{before}")
+                answer = writer.add(number)
+                segment, value = spans[key, number]
+                questions.append(Question(answer, choices, choices.index(number), segment=segment, value=value))
+            writer.add(".")
+            return Document(self.name, writer.text, tuple(questions))
+
+        return build(fill_with_sentences(rng, options.tokens, size, split, build))
 
 
 def _haystack(
@@ -161,25 +142,6 @@ def _haystack(
         if line < len(hay):
             writer.add(hay[line] if writer.text.endswith("\n") else f" {hay[line]}")
     return spans
-
-
-class Needle(Probe):
-    """Needles in a haystack: `needle_document`. Without a tokenizer, lengths are in characters."""
-
-    kind: Kind
-    pairs = (2, 16)
-    options: tuple[str, ...] = ("tokens", "needles")
-    gold_position = needs_tokenizer = True
-    lm_eval_sizes = (2,)
-
-    def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a haystack with its needles, and the question."""
-        size: Callable[[str], int] = len
-        space: Space = "answer"
-        if options.tokenizer is not None:
-            size, space = token_count(options.tokenizer), space_of(options.tokenizer)
-        depth = rng.random() if options.depth is None else options.depth
-        return needle_document(rng, options.tokens, size, self.kind, depth, options.needles, split, space)
 
 
 @register_probe("needle_single")
@@ -210,6 +172,3 @@ class MultiQueryNeedle(Needle):
     """One needle for each of several keys, and a question about all."""
 
     kind = "multi_query"
-
-
-__all__ = ["DIGITS", "HEADER", "Kind", "fill_with_sentences", "needle_document", "token_count"]

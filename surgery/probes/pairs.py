@@ -98,9 +98,3 @@ def check_pairs(pairs: int, most: int, why: str) -> None:
     """Raise ProbeError unless there are 2 to `most` pairs. `why` is the reason for the limit."""
     if not 2 <= pairs <= most:
         raise ProbeError("pairs", pairs, f"{why}. Use 2 to {most}.")
-
-
-def check_questions(questions: int, most: int) -> None:
-    """Raise ProbeError unless there are 1 to `most` questions, each about a different pair."""
-    if not 1 <= questions <= most:
-        raise ProbeError("questions", questions, f"Each question is about a different pair. Use 1 to {most}.")

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from random import Random
 
-from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Question, Span, Split, Writer
-from surgery.probes.pairs import NUM_LEADS, Range, check_questions, fillers, numbers
-from surgery.probes.phonebook import Space, space_of
+from surgery.probes.pairs import NUM_LEADS, fillers, numbers
+from surgery.probes.phonebook import spaces
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import PLACES, SIZES, THINGS, TIMES, key_words
 
@@ -38,72 +37,9 @@ QUESTIONS = (
 )
 
 
-def records_document(
-    rng: Random,
-    pairs: int,
-    questions: int = 1,
-    split: Split = "train",
-    space: Space = "answer",
-    filler: Range | None = None,
-    value_digits: Range | None = None,
-) -> Document:
-    """Generate records and questions about different ones.
-
-    Fillers are drawn last: a document with them has the names, numbers, sentences and questions of the one without.
-
-    Args:
-        rng: source of randomness.
-        pairs: number of records.
-        questions: number of questions.
-        split: the splits have different names.
-        space: whether the space before a number belongs to the `answer` or to the `prompt`. Depends on the tokenizer;
-            see `phonebook.space_of`.
-        filler: smallest and largest number of words inserted between a name and its number. None for none.
-        value_digits: smallest and largest number of digits of the numbers, which all have the same. None for two.
-
-    Raises:
-        ProbeError: fewer than 2 pairs, more pairs than names or numbers, or more questions than pairs.
-    """
-    names_available = key_words(split)
-    if not 2 <= pairs <= len(names_available):
-        raise ProbeError("pairs", pairs, f"Every record has another name. Use 2 to {len(names_available)}.")
-    check_questions(questions, pairs)
-    names = [word.capitalize() for word in rng.sample(names_available, pairs)]
-    before, first = ("", " ") if space == "answer" else (" ", "")
-    choices = tuple(first + number for number in numbers(rng, pairs, value_digits or TWO_DIGITS))
-    separator = rng.choice((" ", "\n"))
-    sentences = [_sentence(rng, name) for name in names]
-    queried = [(index, rng.choice(QUESTIONS)) for index in rng.sample(range(pairs), questions)]
-    writer = Writer()
-    writer.add(HEADER)
-    spans: list[tuple[Span, Span]] = []
-    for (opening, ending), words, choice in zip(sentences, fillers(rng, pairs, filler), choices, strict=True):
-        if spans:
-            writer.add(separator)
-        start, _ = writer.add(f"{opening}{words}{ending}{before}")
-        value = writer.add(choice)
-        _, end = writer.add(".")
-        spans.append(((start, end), value))
-    drawn_questions = []
-    for index, question in queried:
-        writer.add(f"\n{question.format(name=names[index])}{before}")
-        answer = writer.add(choices[index])
-        segment, value = spans[index]
-        drawn_questions.append(Question(answer, choices, index, segment=segment, value=value))
-    writer.add("\n")
-    return Document("records", writer.text, tuple(drawn_questions))
-
-
-def _sentence(rng: Random, name: str) -> tuple[str, str]:
-    """Draw a template and its words. Returns the parts before and after the filler."""
-    opening, ending = rng.choice(TEMPLATES)
-    words = {"thing": THINGS, "size": SIZES, "time": TIMES, "place": PLACES}
-    return opening.format(name=name, **{kind: rng.choice(drawn) for kind, drawn in words.items()}), ending
-
-
 @register_probe("records")
 class Records(Probe):
-    """Records in prose: `records_document`."""
+    """Records in prose, with `pairs` records. Numbers have two digits, or those of `value_digits`."""
 
     label = "records in prose"
     short_label = "records"
@@ -114,8 +50,40 @@ class Records(Probe):
     lm_eval_sizes = (4, 8)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate records and questions about them."""
-        space = space_of(options.tokenizer) if options.tokenizer else "answer"
-        return records_document(
-            rng, options.pairs, options.questions, split, space, options.filler, options.value_digits
-        )
+        """Generate records and questions about different ones.
+
+        Fillers are drawn last: a document with them has the names, numbers, sentences and questions of one without.
+        """
+        pairs = options.pairs
+        names = [word.capitalize() for word in rng.sample(key_words(split), pairs)]
+        before, first = spaces(options.tokenizer)
+        choices = tuple(first + number for number in numbers(rng, pairs, options.value_digits or TWO_DIGITS))
+        separator = rng.choice((" ", "\n"))
+        sentences = [_sentence(rng, name) for name in names]
+        queried = [(index, rng.choice(QUESTIONS)) for index in rng.sample(range(pairs), options.questions)]
+        writer = Writer()
+        writer.add(HEADER)
+        spans: list[tuple[Span, Span]] = []
+        words = fillers(rng, pairs, options.filler)
+        for (opening, ending), between, choice in zip(sentences, words, choices, strict=True):
+            if spans:
+                writer.add(separator)
+            start, _ = writer.add(f"{opening}{between}{ending}{before}")
+            value = writer.add(choice)
+            _, end = writer.add(".")
+            spans.append(((start, end), value))
+        questions = []
+        for index, question in queried:
+            writer.add(f"\n{question.format(name=names[index])}{before}")
+            answer = writer.add(choices[index])
+            segment, value = spans[index]
+            questions.append(Question(answer, choices, index, segment=segment, value=value))
+        writer.add("\n")
+        return Document("records", writer.text, tuple(questions))
+
+
+def _sentence(rng: Random, name: str) -> tuple[str, str]:
+    """Draw a template and its words. Returns the parts before and after the filler."""
+    opening, ending = rng.choice(TEMPLATES)
+    words = {"thing": THINGS, "size": SIZES, "time": TIMES, "place": PLACES}
+    return opening.format(name=name, **{kind: rng.choice(drawn) for kind, drawn in words.items()}), ending

@@ -121,10 +121,17 @@ class Probe(ABC):
         """Call `document`, and check what it returns.
 
         Raises:
-            ProbeError: as `document`; or the questions lack what the class attributes announce, or a choice is not
-                written as in the text.
+            ProbeError: as `document`; `pairs` outside its limits, or more questions than pairs; or the questions lack
+                what the class attributes announce, or a choice is not written as in the text.
             SurgeryError: the code of a plugin raised another error.
         """
+        if self.pairs is not None and "tokens" not in self.options:
+            low, high = self.pairs
+            if not low <= options.pairs <= high:
+                raise ProbeError(f"{self.name} pairs", options.pairs, f"Use {low} to {high}.")
+            if "questions" in self.options and not 1 <= options.questions <= options.pairs:
+                hint = f"Each question is about a different pair. Use 1 to {options.pairs}."
+                raise ProbeError(f"{self.name} questions", options.questions, hint)
         with plugin_errors(f"probe {self.name}", self):
             document = self.document(rng, split, options)
         if not isinstance(document, Document):

@@ -117,7 +117,7 @@ class Method:
         return any(column.effect for column in self.columns)
 
 
-_OURS = ("surgery.locate.methods",)
+_OURS = ("surgery.locate.built_in",)
 _PLUGINS = {  # in a checkout, with what was measured of them
     "attribution": "bench.plugins.baselines",
     "gates": "bench.plugins.trials",

@@ -23,7 +23,7 @@ class _Branches(Registry[Any]):
 
     def items(self) -> tuple[tuple[str, Any], ...]:
         """Names with their classes. A built-in branch maps to its name until torch is imported."""
-        module = sys.modules.get("surgery.hybrid.sites")
+        module = sys.modules.get("surgery.hybrid.configuration_hybrid")
         built_in = {name: name for name in ("ssm", "random", "teacher")}
         return tuple({**built_in, **(module.BRANCHES if module else {})}.items())
 

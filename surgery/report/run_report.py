@@ -40,20 +40,6 @@ _FIGURES = {
     "efficiency": ("evaluate/efficiency", "Speed and memory of every model by prompt length"),
 }
 _TRAINED = {"all": "all weights", "new heads": "the new heads only", "lora": "the new heads and LoRA adapters"}
-# Sections of the page: id of the element -> heading.
-_SECTIONS = {
-    "example": "One prompt",
-    "your-data": "Your data",
-    "retrieval": "Retrieval",
-    "measurements": "All measurements",
-    "heads": "Spliced heads",
-    "attention": "Attention of the new heads",
-    "training": "Training",
-    "cost": "Cost at inference",
-    "method": "Method",
-    "limits": "Limits",
-    "recipe": "Recipe",
-}
 _Values = dict[str, Any]
 
 
@@ -113,17 +99,6 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
         "recipe": to_yaml(public_recipe(recipe), defaults=False),
         "all_settings": to_yaml(public_recipe(recipe)),
     }
-    figures = values["figures"]
-    shown = {  # the other sections are always there
-        "example": values["example"],
-        "your-data": values["examples"] or values["answer_spans"] or figures["own_data"],
-        "retrieval": figures["accuracy"] or values["contrasts"] or values["gap_closed"],
-        "heads": values["spliced"] or figures["heads"],
-        "attention": values["attention_maps"],
-        "training": figures["training"] or figures["control"],
-        "cost": figures["efficiency"] or values["costs"],
-    }
-    values["sections"] = {name: heading for name, heading in _SECTIONS.items() if shown.get(name, True)}
     write_text(path, render("surgery.report", "run_report.html.j2", values))
     return path
 

@@ -112,25 +112,20 @@ def _example(run: Run, prompts: PromptSet, arms: Mapping[str, Arm], hybrid: PreT
         `prompt`, `wanted`, and `generated`, the text of base and hybrid; None if there is no such prompt.
     """
     probes, size = run.recipe.evaluate.probes, run.recipe.evaluate.batch_size
-    found = [
-        (
-            PROBES[probes[task.partition("/")[0]]].knowledge,
-            bool(arms["base"].correct[task][i]),
-            len(document.text),
-            document,
-        )
-        for task, documents in prompts.choices.items()
-        for i, document in enumerate(documents)
-        if arms["hybrid"].correct[task][i] and len(document.text) <= LONGEST_EXAMPLE and len(answer_list(document)) == 1
-    ]
-    documents = [row[-1] for row in sorted(found, key=lambda row: row[:-1])[:size]]
-    if not documents:
+    found = []
+    for task, documents in prompts.choices.items():
+        is_knowledge = PROBES[probes[task.partition("/")[0]]].knowledge
+        for i, document in enumerate(documents):
+            is_short = len(document.text) <= LONGEST_EXAMPLE and len(answer_list(document)) == 1
+            if is_short and arms["hybrid"].correct[task][i]:
+                order = (is_knowledge, bool(arms["base"].correct[task][i]), len(document.text))
+                found.append((order, document))
+    best = [document for _, document in sorted(found, key=lambda entry: entry[0])[:size]]
+    if not best:
         return None
-    texts = {
-        name: exact_answers(m, run.tokenizer(), documents, size)
-        for name, m in (("base", run.base()), ("hybrid", hybrid))
-    }
-    for i, document in enumerate(documents):
+    models = {"base": run.base(), "hybrid": hybrid}
+    texts = {name: exact_answers(model, run.tokenizer(), best, size) for name, model in models.items()}
+    for i, document in enumerate(best):
         if texts["hybrid"].correct[i]:
             prompt = document.text[: document.questions[-1].answer[0]]
             generated = {name: answers.generated[i] for name, answers in texts.items()}
@@ -147,7 +142,8 @@ def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], bega
         more: `sizes` of base and hybrid, arms that were `skipped`, and an `example`.
         began: time at which the evaluation began.
     """
-    from surgery.report.figures.curves import accuracy_by_pairs  # matplotlib is slow to import
+    from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
+    from surgery.report.figures.curves import accuracy_by_pairs
     from surgery.report.figures.own_data import held_out_accuracy
 
     recipe = run.recipe
@@ -155,7 +151,7 @@ def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], bega
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     trained = [source.pairs for source in sources if source.task == "kv_retrieval" and source.weights.uses("answer")]
     span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else None
-    labels = {name: arm_label(name, recipe) for name in arms}
+    labels, costs = {name: arm_label(name, recipe) for name in arms}, None
     with new_folder(run.folder / "figures" / "evaluate") as figures:
         held_out = summaries["hybrid"].get("held_out", {})
         names = [name for name, entry in held_out.items() if "accuracy" in entry]  # data with answers
@@ -166,7 +162,9 @@ def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], bega
             by_pairs = {name: arm["kv_retrieval"] for name, arm in summaries.items()}
             accuracy_by_pairs(by_pairs, figures, span, labels=labels)
         _draw_attention(run, figures)
-        costs = _efficiency(run, figures)
+        if (section := recipe.evaluate.efficiency) is not None:
+            costs = efficiency({"base": run.base(), "hybrid": run.model("trained")}, section)
+            costs_by_length(costs["arms"], figures, costs["where"])
     before = ("train", "control") if recipe.splice is None else ("locate", "plan", "splice", "train", "control")
     seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in before}
     inserted = [{"form": g.form, "before": g.before} for g in run.plan().grafts if g.form != "head"]
@@ -191,18 +189,6 @@ def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], bega
     files = [name for name in _LINKED if (run.folder / name).is_file()]
     inputs = ReportInputs(recipe, run.plan(), run.heads(), results, run.folder / "figures", files)
     write_report(inputs, run.folder / "report.html")
-
-
-def _efficiency(run: Run, figures: Path) -> dict[str, Any] | None:
-    """Measure time and memory of the base, the hybrid and a Transformer, if `evaluate.efficiency` is set."""
-    section = run.recipe.evaluate.efficiency
-    if section is None:
-        return None
-    costs = efficiency({"base": run.base(), "hybrid": run.model("trained")}, section)
-    from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
-
-    costs_by_length(costs["arms"], figures, costs["where"])
-    return costs
 
 
 def _draw_attention(run: Run, figures: Path) -> None:

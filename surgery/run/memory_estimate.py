@@ -91,10 +91,8 @@ def sample_sources(
         stream = open_source(source, tokenizer, seed, index)
         steps = [stream.step(step)[::processes] for step in range(SAMPLED_STEPS)]
         masks = [encode(documents, tokenizer).attention_mask for documents in steps]
-        tokens, columns, rows = (
-            sum(f(mask) for mask in masks) / SAMPLED_STEPS
-            for f in (lambda m: int(m.sum()), lambda m: m.shape[1], lambda m: m.shape[0])
-        )
+        tokens = sum(int(mask.sum()) for mask in masks) / SAMPLED_STEPS
+        rows, columns = (sum(mask.shape[axis] for mask in masks) / SAMPLED_STEPS for axis in (0, 1))
         samples.append(SourceSample(source, batch, tokens, columns, rows))
     return tuple(samples)
 

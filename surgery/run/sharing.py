@@ -67,7 +67,11 @@ def take_stage(run: Run, stage: Stage, key: str, origin: Origin) -> None:
     assert manifest is not None
     run.rundir.forget(stage.name)
     if origin.chosen_again:
-        _choose_heads(run, origin.folder)
+        recipe, sites = run.recipe, family_of(run.config).sites(run.config)
+        assert recipe.splice is not None
+        heads, cost = (read_json(origin.folder / name) for name in ("heads.json", "locate.json"))
+        measured = replace(head_set_from_json(heads), cost=cost)
+        write_heads(run, choose_again(measured, sites, recipe.splice, recipe.locate, recipe.seed))
     else:
         for name in stage.outputs(run.recipe):
             copy_entry(origin.folder / name, run.folder / name)
@@ -98,12 +102,3 @@ def _measured(run: Run) -> Iterator[tuple[Path, Splice]]:
             measured = Splice.model_validate(theirs)
         if can_choose_again(measured, splice, run.recipe.locate):
             yield folder, measured
-
-
-def _choose_heads(run: Run, folder: Path) -> None:
-    """Write the outputs of locate, with heads chosen from the scores in another run folder."""
-    recipe = run.recipe
-    assert recipe.splice is not None
-    heads = replace(head_set_from_json(read_json(folder / "heads.json")), cost=read_json(folder / "locate.json"))
-    config = run.base().config
-    write_heads(run, choose_again(heads, family_of(config).sites(config), recipe.splice, recipe.locate, recipe.seed))

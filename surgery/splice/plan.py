@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from surgery.errors import PlanError
-from surgery.hybrid.configuration import module_of
-from surgery.hybrid.sites import BRANCHES
+from surgery.hybrid.configuration_hybrid import BRANCHES
 from surgery.models.config_checks import check_unquantized
 from surgery.models.donors import donor_mixers
 from surgery.models.inserted import has_inserted
@@ -20,6 +19,7 @@ from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.recipe import Splice
 from surgery.splice.inserted import check_counts, check_inserts
 from surgery.splice.source import PlanSource
+from surgery.splice.travel import check_travels
 from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
 
 
@@ -45,10 +45,13 @@ def make_plan(
             state cannot be cut to `splice.state_size`.
     """
     splice = splice or Splice()
-    try:
-        module_of(branch_of(splice.init))
-    except ValueError as error:
-        raise PlanError("splice.init", splice.init, str(error)) from None
+    hybrid = family_of(config).hybrid
+    shipped = [("splice.init", splice.init, branch_of(splice.init))]
+    for field, value, cls in [*shipped, *([("base.model", config.model_type, hybrid[0])] if hybrid else [])]:
+        try:
+            check_travels(cls)
+        except ValueError as error:
+            raise PlanError(field, value, str(error)) from None
     geometry = geometry_of(config)
     if head_set.geometry != geometry:
         value = f"{head_set.geometry}, but the model's is {geometry}"

@@ -15,11 +15,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import PlanError
-from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.modeling_hybrid import RandomAttention, SplicedAttention
 from surgery.models.donors import donor_fields, donor_mixers, donor_weights
 from surgery.models.lookup import structure_of
 from surgery.recipe import Splice
 from surgery.types import Graft, HeadId, MixerSpec
+
+_RANDOM_KERNEL = 4  # width of a random branch's convolution; the one of Mamba-2
 
 
 def donor_of(graft: Graft, teacher: PreTrainedConfig) -> tuple[MixerSpec, list[int] | None]:
@@ -62,15 +64,27 @@ class PlanSource:
         """The mixer: `head_dim`, `state_size`, `conv_kernel`, ..."""
         return self.graft.site
 
-    @property
-    def random_width(self) -> int:
-        """`splice.random_width`."""
-        return self.splice.random_width
+    def plan_fields(self, branch: type[SplicedAttention]) -> dict[str, Any]:
+        """Return widths, convolution and gate of a branch. Those that copy SSM heads have the heads' own.
 
-    @property
-    def min_width(self) -> int | None:
-        """`splice.min_width` for copies of SSM heads. None for other branches."""
-        return self.splice.min_width if self.graft.init == "ssm" else None
+        Raises:
+            PlanError: as `donor_fields`.
+        """
+        site = self.site
+        if branch.needs_teacher:
+            return self.donor_fields()
+        if issubclass(branch, RandomAttention):
+            width, without = self.splice.random_width, {"gate": False, "activation": None}
+            return {"qk_width": width, "v_width": site.head_dim, "conv_kernel": _RANDOM_KERNEL, **without}
+        # Other branches than `ssm` decide about new channels themselves.
+        width = max(site.state_size, (self.splice.min_width or 0) if self.graft.init == "ssm" else 0)
+        return {
+            "qk_width": width,
+            **({"copied_width": site.state_size} if width > site.state_size else {}),
+            "v_width": site.head_dim,
+            "conv_kernel": 0 if branch.reads_streams else site.conv_kernel,  # streams have passed the mixer's own
+            "gate": True,
+        }
 
     def donor_fields(self) -> dict[str, Any]:
         """Return the fields of a branch that copies the teacher's attention.
@@ -100,6 +114,42 @@ class HeadSource:
     mixer: nn.Module
     seed: int
     teacher: PreTrainedModel | None = None
+
+    def fill(self, branch: SplicedAttention) -> None:
+        """Set the weights of a branch: the teacher's, random ones, or copies of SSM heads.
+
+        Raises:
+            PlanError: as `copy` and `copy_output`.
+        """
+        if branch.needs_teacher:
+            branch.build_rotary()
+            branch.rotary.to(branch.scale.device)
+            self.copy_donor(branch)
+            return
+        if isinstance(branch, RandomAttention):
+            self.randomize(branch)
+        else:
+            self.copy(branch.gate_proj, "gate")
+            if not branch.reads_streams:  # their queries and keys are as `initialize_inputs` sets them
+                widths = (branch.qk_width, branch.qk_width, branch.v_width)
+                self.copy(branch.qkv_proj, "query", "key", "value", widths=widths)
+                self.copy(branch.conv1d, "conv_query", "conv_key", "conv_value", widths=widths)
+            self._fill_new_channels(branch)
+        self.copy_output(branch.o_proj)
+
+    def _fill_new_channels(self, branch: SplicedAttention) -> None:
+        """Draw the channels of query and key that are no copies, and set the new queries to 0.
+
+        The attention is that of the copies at first. New keys are not 0, so new queries have gradients at once.
+        """
+        if branch.copied_width == branch.qk_width:
+            return
+        names = ["qk_proj"] if branch.reads_streams else ["qkv_proj", "conv1d"]
+        for name in names:
+            weight = branch.get_submodule(name).weight
+            new = branch.new_channels(weight)
+            new.copy_(self.draw(f"{name}.weight, new channels", new.shape, fan_in=weight[0].numel()))
+        branch.new_channels(branch.get_submodule(names[0]).weight)[0].zero_()
 
     def copy(self, target: nn.Module | None, *parts: str, widths: Sequence[int] = ()) -> None:
         """Copy rows of the heads, weights and biases, into a linear layer or a convolution.

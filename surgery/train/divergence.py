@@ -64,12 +64,7 @@ class TopK:
     @classmethod
     @torch.no_grad()
     def of(cls, logits_NV: Tensor, k: int, rows_M: Tensor | None = None) -> TopK:
-        """Select the k most likely tokens.
-
-        Args:
-            logits_NV: logits of N rows.
-            k: number of tokens.
-            rows_M: indices of the rows; all by default.
+        """Select the k most likely tokens of some rows; of all by default.
 
         Raises:
             RecipeError: the vocabulary has k tokens or fewer.
@@ -163,15 +158,14 @@ class _Divergence(torch.autograd.Function):
             loss, mean = _FORMULAS[kind](t - norms[1][:, None], s - norms[0][:, None])
             losses.append(loss * temperature**2)
             statistics.append(torch.cat([norms, mean[None]]))
-        ctx.save_for_backward(student_NC, teacher_NC, torch.cat(statistics, 1), *(() if rows_M is None else (rows_M,)))
+        ctx.save_for_backward(student_NC, teacher_NC, torch.cat(statistics, 1), rows_M)
         ctx.kind, ctx.temperature = kind, temperature
         return torch.cat(losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_M: Tensor) -> Any:
-        student_NC, teacher_NC, statistics, *rest = ctx.saved_tensors
-        rows_M = rest[0] if rest else None
+        student_NC, teacher_NC, statistics, rows_M = ctx.saved_tensors
         gradient = torch.empty_like(student_NC) if rows_M is None else torch.zeros_like(student_NC)
         done = 0
         for rows in _blocks(student_NC, rows_M):
@@ -223,14 +217,13 @@ class _Grouped(torch.autograd.Function):
             events.append(torch.cat([named, rest], dim=-1))
             done += len(x)
         events_MC = torch.cat(events)
-        ctx.save_for_backward(logits_NV, indices_MK, events_MC[:, -1:], *(() if rows_M is None else (rows_M,)))
+        ctx.save_for_backward(logits_NV, indices_MK, events_MC[:, -1:], rows_M)
         return events_MC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_MC: Tensor) -> Any:
-        logits_NV, indices_MK, rest_M1, *more = ctx.saved_tensors
-        rows_M = more[0] if more else None
+        logits_NV, indices_MK, rest_M1, rows_M = ctx.saved_tensors
         gradient = torch.empty_like(logits_NV) if rows_M is None else torch.zeros_like(logits_NV)
         done = 0
         for rows in _blocks(logits_NV, rows_M):

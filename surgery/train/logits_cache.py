@@ -28,7 +28,7 @@ from torch import Tensor
 
 from surgery.data.encoding import EncodedBatch
 from surgery.errors import RunError, reading
-from surgery.files.atomic import leftover_of, new_file, read_json, sweep, write_json
+from surgery.files.atomic import leftover_of, new_file, read_mapping, sweep, write_json
 from surgery.train.divergence import TopK
 
 _HASH = 16  # bytes
@@ -65,7 +65,7 @@ class LogitsCache:
 
         Returns:
             Rows of the batch's tokens without padding, document after document, on its device. None unless the cache
-            holds every document of the batch.
+            holds every document of the batch. Log-probabilities in fp32: autocast to bf16 cannot join fp16.
         """
         names = [_hashed(ids) for ids in _documents(batch)]
         if any(name not in self._places and name not in self._pending for name in names):
@@ -80,7 +80,7 @@ class LogitsCache:
                 for name in stored:
                     _, start, end = self._places[name]
                     documents[name] = TopK(values[start:end], indices[start:end])
-        values = torch.cat([documents[n].values.float() for n in names])  # autocast to bf16 cannot join fp16
+        values = torch.cat([documents[n].values.float() for n in names])
         indices = torch.cat([documents[n].indices.long() for n in names])
         return TopK(values, indices).to(batch.input_ids.device)
 
@@ -111,7 +111,13 @@ class LogitsCache:
                 "values": torch.cat([self._pending[name].values for name in names]),
                 "indices": torch.cat([self._pending[name].indices for name in names]),
             }
-            _write(self.folder / f"shard_{hashlib.sha256(b''.join(names)).hexdigest()[:16]}.safetensors", tensors)
+            shard = self.folder / f"shard_{hashlib.sha256(b''.join(names)).hexdigest()[:16]}.safetensors"
+            try:
+                with new_file(shard) as new:
+                    save_file(tensors, new)
+            except (SafetensorError, OSError) as error:
+                hint = f"A shard could not be written ({error}). Free some space, or remove `cache`."
+                raise RunError("train.distil.cache", str(self.folder), hint) from None
         self._pending, self._batches = {}, 0
         self._index()
 
@@ -120,11 +126,8 @@ class LogitsCache:
         if self.folder.exists() and not path.exists() and not all(map(leftover_of, self.folder.iterdir())):
             raise RunError("train.distil.cache", str(self.folder), "The folder holds other files. Delete or move it.")
         if path.exists():
-            try:
-                stored = read_json(path)
-            except RunError:
-                stored = None
-            if not isinstance(stored, dict):
+            stored = read_mapping(path)  # empty if it is damaged
+            if not stored:
                 raise RunError("train.distil.cache", str(path), f"It is damaged. Delete {self.folder}")
             different = sorted(k for k in stored.keys() | identity.keys() if stored.get(k) != identity.get(k))
             if different:
@@ -165,13 +168,3 @@ def _opened(path: Path) -> Iterator[Any]:
     hint = "Delete it. Its documents will be computed again."
     with reading("train.distil.cache", str(path), hint, RunError), safe_open(path, "pt") as file:
         yield file
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file atomically."""
-    try:
-        with new_file(path) as new:
-            save_file(tensors, new)
-    except (SafetensorError, OSError) as error:
-        hint = f"A shard could not be written ({error}). Free some space, or remove `cache`."
-        raise RunError("train.distil.cache", str(path.parent), hint) from None

@@ -13,11 +13,10 @@ special cases:
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -33,16 +32,12 @@ from surgery.models.lookup import family_of, mixer_of
 from surgery.recipe import Lora
 from surgery.types import Graft
 
-if TYPE_CHECKING:
-    from peft import LoraConfig  # slow to import, and few runs use it
-
 
 class Adapters:
     """Adapters on the target layers of a model, outside its spliced heads. Untrained adapters do not change the output.
 
     Args:
         model: changed in place.
-        section: the recipe's section `lora`.
         grafts: the spliced heads. SSM heads that they replace stay silent after merging.
 
     Raises:
@@ -50,15 +45,25 @@ class Adapters:
     """
 
     def __init__(self, model: PreTrainedModel, section: Lora, grafts: Sequence[Graft] = ()) -> None:
-        from peft import inject_adapter_in_model
+        from peft import LoraConfig, inject_adapter_in_model  # slow to import, and few runs use it
         from peft.tuners.lora import LoraLayer
 
         self.model, self.section = model, section
         self._silent = [graft for graft in grafts if graft.unit == "head" and graft.mode == "replace"]
         self._hooks: list[RemovableHandle] = []
-        self._config = _peft_config(model, section)
-        with _prepared_for_peft(model):
+        self._config = LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,
+            lora_dropout=section.dropout,
+            target_modules=adapter_targets(model, section),
+        )
+        model.config.model_type = ""  # by which PEFT refuses `out_proj` of some models
+        model.is_loaded_in_4bit = True  # without it, PEFT treats layers of 4 bits as plain ones
+        try:
             inject_adapter_in_model(self._config, model)
+        finally:
+            del model.config.model_type  # restores the class attribute
+            del model.is_loaded_in_4bit
         for spec in family_of(model.config).mixers(model.config):
             mixer = mixer_of(model, spec)
             out_proj = getattr(mixer, "out_proj", None)
@@ -75,10 +80,9 @@ class Adapters:
                 raise RecipeError("train.lora.targets", name.split(".lora_")[0], hint)
 
     def save(self, folder: Path, base: str) -> None:
-        """Write adapters and spliced heads for `PeftModel.from_pretrained(spliced_model, folder)`.
+        """Write adapters and spliced heads for `PeftModel.from_pretrained(spliced_model, folder)`, atomically.
 
         Args:
-            folder: replaced atomically.
             base: path or id of the spliced model, for `adapter_config.json`.
         """
         new_heads = list(new_modules(self.model))
@@ -96,7 +100,7 @@ class Adapters:
             config.save_pretrained(str(new))
 
     @torch.no_grad()
-    def merge(self, unquantized: Mapping[str, nn.Linear] | None = None) -> None:
+    def merge(self, unquantized: Mapping[str, nn.Linear]) -> None:
         """Add every adapter to its layer's weight and remove it. Silenced heads stay silent.
 
         Args:
@@ -106,7 +110,7 @@ class Adapters:
 
         for name, module in list(self.model.named_modules()):
             if isinstance(module, LoraLayer):
-                layer = (unquantized or {}).get(name)
+                layer = unquantized.get(name)
                 if layer is None:
                     module.merge()
                     layer = module.get_base_layer()
@@ -126,7 +130,6 @@ def adapter_targets(model: PreTrainedModel, section: Lora) -> list[str]:
 
     Args:
         model: a hybrid or its base, which may be on the meta device.
-        section: the recipe's section `lora`.
 
     Raises:
         RecipeError: a target matches no linear layer, or its weight is that of the input embeddings.
@@ -149,29 +152,6 @@ def refused_by_peft(model: PreTrainedModel, section: Lora) -> list[str]:
     """Return the targets whose adapters `PeftModel.from_pretrained` refuses for this type of model."""
     types = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
     return [name for name in section.targets if name == "out_proj" and model.config.model_type in types]
-
-
-def _peft_config(model: PreTrainedModel, section: Lora) -> LoraConfig:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,
-        lora_dropout=section.dropout,
-        target_modules=adapter_targets(model, section),
-    )
-
-
-@contextlib.contextmanager
-def _prepared_for_peft(model: PreTrainedModel) -> Iterator[None]:
-    """Hide `model_type`, by which PEFT refuses `out_proj` of some models, and announce layers of 4 bits."""
-    model.config.model_type = ""
-    model.is_loaded_in_4bit = True  # without it, PEFT treats layers of 4 bits as plain ones
-    try:
-        yield
-    finally:
-        del model.config.model_type  # restores the class attribute
-        del model.is_loaded_in_4bit
 
 
 def _unfuse(mixer: nn.Module) -> list[RemovableHandle]:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.data.encoding import EncodedBatch
-from surgery.hybrid.model import HybridModelMixin
-from surgery.hybrid.packing import packed_masks, positions_of
+from surgery.hybrid.modeling_hybrid import HybridModelMixin, packed_masks, positions_of
 from surgery.models.lookup import family_of
 from surgery.models.torch_scans import torch_scans
 
@@ -41,13 +40,9 @@ def row_length(tokens: int) -> int:
 
 
 def first_fit(lengths: Sequence[int], longest: int) -> list[list[int]]:
-    """Assign documents to rows of `longest` tokens by first-fit decreasing.
+    """Assign documents of these lengths to rows of `longest` tokens by first-fit decreasing.
 
     The result has at most 11/9 of the minimum number of rows, plus 2/3 (Dosa, 2007).
-
-    Args:
-        lengths: number of tokens of each document.
-        longest: number of tokens of a row.
 
     Returns:
         For each row, the indices of its documents.
@@ -64,11 +59,7 @@ def first_fit(lengths: Sequence[int], longest: int) -> list[list[int]]:
 
 
 def pack(batch: EncodedBatch) -> EncodedBatch:
-    """Put the documents of a batch into fewer rows of one length, which `row_length` rounds.
-
-    Args:
-        batch: right-padded, one document a row.
-    """
+    """Put the documents of a right-padded batch, one a row, into fewer rows of one length: that of `row_length`."""
     real_BT = batch.attention_mask.bool()
     lengths_B = real_BT.sum(1)
     width = row_length(int(lengths_B.max()))
@@ -95,7 +86,8 @@ def pack(batch: EncodedBatch) -> EncodedBatch:
         if values is not None:
             packed[name] = values.new_zeros(len(rows), width)
             packed[name][there] = values[real_BT]
-    packed["input_ids"] += _padding_id(batch) * (packed["attention_mask"] == 0)
+    padding = batch.input_ids[batch.attention_mask == 0]
+    packed["input_ids"] += (int(padding[0]) if len(padding) else 0) * (packed["attention_mask"] == 0)
     packed["documents"] = torch.tensor([[len(members)] for members in rows], dtype=torch.int32).repeat(1, width)
     packed["documents"][there] = index_B[document].int()
     for names, found in (((*_QUESTIONS, *_VALUES), batch.target), (_READS, batch.read_query)):
@@ -112,12 +104,6 @@ def pack(batch: EncodedBatch) -> EncodedBatch:
     return EncodedBatch(**packed)
 
 
-def _padding_id(batch: EncodedBatch) -> int:
-    """The token id on padding; 0 if there is none."""
-    padding = batch.input_ids[batch.attention_mask == 0]
-    return int(padding[0]) if len(padding) else 0
-
-
 @contextmanager
 def separate_documents(model: nn.Module, documents_BT: Tensor | None) -> Iterator[None]:
     """Keep the documents of a row separate in all forward passes inside.
@@ -126,7 +112,6 @@ def separate_documents(model: nn.Module, documents_BT: Tensor | None) -> Iterato
     transformers do not forward them. Padding is treated as one more document instead of being masked.
 
     Args:
-        model: may be wrapped by Accelerate.
         documents_BT: `EncodedBatch.documents`. None if every document has its own row.
     """
     if documents_BT is None:
@@ -146,6 +131,7 @@ def separate_documents(model: nn.Module, documents_BT: Tensor | None) -> Iterato
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The model that Accelerate may have wrapped."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
@@ -166,9 +152,6 @@ def _packing_arguments(body: nn.Module, documents_BT: Tensor) -> dict[str, Any]:
 
 def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
     """Test that models keep the documents of a row separate.
-
-    Each model runs twice on two short rows of two documents. The logits of the second documents must not change if the
-    first documents do.
 
     Args:
         models: name for the reason -> model.
@@ -193,7 +176,11 @@ def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
 
 @torch.no_grad()
 def _leaks(model: nn.Module) -> bool:
-    """True if a document's logits depend on the document before it. Rows are longer than two chunks of a scan."""
+    """True if a document's logits depend on the document before it.
+
+    The model runs twice on two rows of two documents, longer than two chunks of a scan. The logits of the second
+    documents must not change if the first documents do.
+    """
     parameter = next(model.parameters())
     config = _unwrapped(model).config
     chunk = getattr(config, "chunk_size", None) or getattr(config, "mamba_chunk_size", None) or 8

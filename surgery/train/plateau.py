@@ -16,12 +16,7 @@ LAST_STEP = "last_step"  # in the entry of the step after which a plateau was fo
 
 
 def is_at_plateau(history: Sequence[Mapping[str, float]], stage: TrainStage) -> bool:
-    """Whether a plateau was found after the last step of a history. The main process decides for all.
-
-    Args:
-        history: entries of the steps of this stage, each with its weighted losses.
-        stage: may have no `plateau`.
-    """
+    """Whether a plateau was found after the last step of a stage's history. The main process decides for all."""
     if stage.plateau is None or len(history) % stage.plateau.window:
         return False
     found = [find_plateau(history, stage) == len(history)]
@@ -38,15 +33,13 @@ def find_plateau(history: Sequence[Mapping[str, float]], stage: TrainStage) -> i
 
     Args:
         history: entries of the steps of this stage, each with its weighted losses.
-        stage: with `plateau`.
 
     Returns:
         The number of steps, a multiple of `window`. None if there is no plateau yet, or if it is found too late to
         shorten the stage.
     """
     settings = stage.plateau
-    if settings is None:
-        return None
+    assert settings is not None
     least = settings.least(stage.num_steps, stage.optimizer.warmup)
     losses = [entry[settings.monitor] for entry in history if settings.monitor in entry]
     best, has_improved, waited = None, False, 0
@@ -71,12 +64,7 @@ def num_steps_from(plateau: int, stage: TrainStage) -> int:
 
 
 def stage_lengths(history: Sequence[Mapping[str, float]], section: Train) -> list[int]:
-    """Number of steps of each stage: until its plateau if the history has one, otherwise the largest number.
-
-    Args:
-        history: entries of the steps of all stages.
-        section: the recipe's section `train`.
-    """
+    """Number of steps of each stage: until its plateau if the history has one, otherwise the largest number."""
     ends = [int(entry[LAST_STEP]) for entry in history if LAST_STEP in entry]
     lengths, begin = [], 0
     for stage in section.sequence:
@@ -89,10 +77,6 @@ def stage_lengths(history: Sequence[Mapping[str, float]], section: Train) -> lis
 
 def plateau_to_json(history: Sequence[Mapping[str, float]], section: Train) -> dict[str, dict[str, int]]:
     """Describe how many steps each stage was trained: content of `plateau.json`.
-
-    Args:
-        history: entries of the steps of all stages.
-        section: the recipe's section `train`.
 
     Returns:
         By the name of the stage `steps`: their number, and `plateau`: the number of the step at which a plateau was

@@ -84,7 +84,6 @@ def quantized(
     Args:
         models: changed in place. After the context they are on the device that they were on before.
         settings: from `quantization_of`. None quantizes nothing.
-        device: device of the quantized layers.
 
     Yields:
         The unquantized layers of the first model, by name. Merge adapters into these.
@@ -118,12 +117,12 @@ def quantized(
 def resume_unquantized(model: PreTrainedModel, folder: Path, accelerator: Accelerator) -> None:
     """Write the layers that a stage will quantize, or read them if the stage has begun.
 
-    Checkpoints hold no quantized layers. Call it if an earlier stage has changed these, so that they are written once.
+    Checkpoints hold no quantized layers. Call it if an earlier stage has changed these, so that they are written once,
+    by the main process.
 
     Args:
         model: the unquantized model. Its layers are overwritten if the stage has begun.
         folder: folder of the stage's checkpoints.
-        accelerator: of this process. The main process writes.
 
     Raises:
         RunError: the disk is full, or the file cannot be read.
@@ -148,22 +147,14 @@ def _in_4_bits(layer: nn.Linear, settings: BitsAndBytesConfig, device: torch.dev
     """Return a quantized copy of a layer."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    result: Any = Linear4bit(
-        layer.in_features,
-        layer.out_features,
-        bias=False,
-        compute_dtype=settings.bnb_4bit_compute_dtype,
-        compress_statistics=settings.bnb_4bit_use_double_quant,
-        quant_type=settings.bnb_4bit_quant_type,
-        device="meta",
-    )
-    result.weight = Params4bit(
-        layer.weight.detach().to(device, copy=True).contiguous(),
-        requires_grad=False,
-        compress_statistics=settings.bnb_4bit_use_double_quant,
-        quant_type=settings.bnb_4bit_quant_type,
-        module=result,
-    )
+    kind: dict[str, Any] = {
+        "compress_statistics": settings.bnb_4bit_use_double_quant,
+        "quant_type": settings.bnb_4bit_quant_type,
+    }
+    shape, dtype = (layer.in_features, layer.out_features), settings.bnb_4bit_compute_dtype
+    result: Any = Linear4bit(*shape, bias=False, compute_dtype=dtype, device="meta", **kind)
+    weight = layer.weight.detach().to(device, copy=True).contiguous()
+    result.weight = Params4bit(weight, requires_grad=False, module=result, **kind)
     if layer.bias is not None:
         result.bias = nn.Parameter(layer.bias.detach().to(device, copy=True), requires_grad=False)
     # In eval mode on a CPU with AVX512-BF16, bitsandbytes rearranges the weights for a kernel of another package, and

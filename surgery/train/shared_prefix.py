@@ -9,7 +9,8 @@ Shape legend: B documents, T tokens, D model width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,9 +26,7 @@ _BASES: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 
 
 def share_weights(model: nn.Module, base: nn.Module) -> int:
-    """Store frozen parameters that are equal in both models only once, in the model's memory.
-
-    They are shared until `unshare_bases`.
+    """Store frozen parameters that are equal in both models once, in the model's memory, until `unshare_bases`.
 
     Returns:
         Number of bytes saved.
@@ -46,16 +45,13 @@ def share_weights(model: nn.Module, base: nn.Module) -> int:
 
 
 def unshare_bases(model: nn.Module) -> None:
-    """Copy the shared weights of all bases that share weights with the model. Call it before its weights change."""
+    """Undo `share_weights` for all bases. Call it before optimizer steps or merging change the model's weights."""
     for base in _BASES.pop(model, ()):
         unshare_weights(model, base)
 
 
 def unshare_weights(model: nn.Module, base: nn.Module) -> None:
-    """Undo `share_weights`: copy shared tensors of the base.
-
-    Call it before the model's weights change. Optimizer steps and merging adapters change them in place.
-    """
+    """Copy the tensors that the base shares with the model."""
     shared = {parameter.data_ptr() for parameter in model.parameters()}
     for parameter in base.parameters():
         if parameter.data_ptr() in shared:
@@ -66,9 +62,7 @@ class SharedPrefix:
     """Run the layers below the lowest trainable one once for base and model.
 
     Args:
-        model: shares its weights below `layer` with `base`.
-        base: the frozen base.
-        layer: the first layer that runs in both models.
+        layer: the first layer that runs in both models. They share the weights below it.
     """
 
     def __init__(self, model: PreTrainedModel, base: PreTrainedModel, layer: int) -> None:
@@ -100,23 +94,21 @@ class SharedPrefix:
             (B,T,V) logits of the base.
         """
         self._below, self._tuples = None, set()
-        handles = [block_of(self.base, self.layer, self._spec).register_forward_pre_hook(self._record_input)]
-        for layer in range(self.layer):
-            block = block_of(self.base, layer, self._spec)
-            handles.append(block.register_forward_hook(lambda _, __, out, k=layer: self._record_type(k, out)))
-        try:
+
+        def record_input(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._below = args[0]
+
+        def record_type(module: nn.Module, args: Any, output: Any, layer: int) -> None:
+            if isinstance(output, tuple):
+                self._tuples.add(layer)
+
+        blocks = [block_of(self.base, layer, self._spec) for layer in range(self.layer + 1)]
+        with ExitStack() as hooks:
+            hooks.callback(blocks[-1].register_forward_pre_hook(record_input).remove)
+            for layer, block in enumerate(blocks[:-1]):
+                hooks.callback(block.register_forward_hook(partial(record_type, layer=layer)).remove)
             logits: Tensor = self.base(input_ids, attention_mask=attention_mask, use_cache=False).logits
-        finally:
-            for handle in handles:
-                handle.remove()
         return logits
-
-    def _record_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._below = args[0]
-
-    def _record_type(self, layer: int, output: Any) -> None:
-        if isinstance(output, tuple):
-            self._tuples.add(layer)
 
     @contextmanager
     def skipped(self) -> Iterator[None]:

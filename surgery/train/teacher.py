@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from surgery.data.encoding import EncodedBatch
 from surgery.data.offsets import SAMPLE_TEXT, tokenized
 from surgery.errors import PlanError, RecipeError
-from surgery.hybrid.packing import positions_of
+from surgery.hybrid.modeling_hybrid import positions_of
 from surgery.models.donors import donor_mixers
 from surgery.models.lookup import family_of
 from surgery.recipe import Align
@@ -31,82 +31,6 @@ _FIELD = "train.teacher.model"
 _ATTENTION = frozenset({"teacher.attention", "teacher.full_attention"})
 # Models of these families return the output of every block as hidden states. All others put the embeddings first.
 _WITHOUT_EMBEDDINGS = ("mamba2", "mamba2attn", "mamba", "falcon_mamba")
-
-
-def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
-    """Check that both have the same tokens, ids and special tokens, and split text in the same way.
-
-    The choice of end and padding token may differ: all documents are encoded with the student's tokenizer.
-
-    Raises:
-        RecipeError: the tokenizers differ. The error names a token.
-    """
-    vocabulary, other = student.get_vocab(), teacher.get_vocab()
-    if vocabulary != other:
-        token = min(vocabulary.items() ^ other.items(), key=lambda item: (item[1], item[0]))[0]
-        base_id, teacher_id = (f"token {v[token]}" if token in v else "no token" for v in (vocabulary, other))
-        raise _different_tokenizer(f"{token!r} is {base_id} in the base's, {teacher_id} in the teacher's")
-    special = [{i for i, token in x.added_tokens_decoder.items() if token.special} for x in (student, teacher)]
-    if special[0] != special[1]:
-        odd = student.convert_ids_to_tokens(min(special[0] ^ special[1]))
-        raise _different_tokenizer(f"{odd!r} is a special token in one of them only")
-    ids = [tokenized(x, [SAMPLE_TEXT])[0].ids for x in (student, teacher)]
-    if ids[0] != ids[1]:
-        raise _different_tokenizer(
-            f"{SAMPLE_TEXT!r} is {len(ids[0])} tokens in the base's, {len(ids[1])} in the teacher's"
-        )
-
-
-def check_teacher(
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    student: PreTrainedConfig,
-    align: Align,
-    needs: Collection[str],
-) -> None:
-    """Check what objectives need of a teacher, except single heads.
-
-    Args:
-        config: of the teacher.
-        tokenizer: the student's.
-        student: the student's config, or that of its base: both have the same layers and width.
-        align: the recipe's section `align`.
-        needs: of the objectives, such as `teacher.logits`.
-
-    Raises:
-        RecipeError: the teacher lacks tokens or layers, has another width, or its attention is unknown.
-    """
-    used = max(tokenizer.get_vocab().values()) + 1
-    if used > min(config.vocab_size, student.vocab_size):
-        sizes = f"{config.vocab_size} tokens; the base has {student.vocab_size}, the tokenizer {used}"
-        raise RecipeError(_FIELD, sizes, "Both models must have an embedding for every token of the tokenizer.")
-    if _ATTENTION & set(needs):
-        _attention_of(config)
-    if "teacher.hidden_states" in needs:
-        _aligned_layers(config, student, align)
-
-
-def _different_tokenizer(difference: str) -> RecipeError:
-    value = f"its tokenizer differs from the base's: {difference}"
-    return RecipeError(_FIELD, value, "Set a teacher with the base's tokenizer.")
-
-
-def layer_outputs(config: PreTrainedConfig, hidden_states: Sequence[Tensor], layers: Collection[int]) -> list[Tensor]:
-    """Select the outputs of some layers from a model's `hidden_states`.
-
-    The last layer's output is taken after the final norm, since many models do not return the one before it.
-
-    Args:
-        config: of the model.
-        hidden_states: (B,T,D) each, as the model returns them.
-        layers: indices of the layers.
-
-    Returns:
-        (B,T,D) for each layer.
-    """
-    offset = 0 if family_of(config).name in _WITHOUT_EMBEDDINGS else 1
-    last = config.num_hidden_layers - 1
-    return [hidden_states[-1] if layer == last else hidden_states[layer + offset] for layer in layers]
 
 
 class Teacher:
@@ -144,21 +68,18 @@ class Teacher:
         self.heads: tuple[tuple[HeadId, ...], ...] = ()
         self.layers: dict[int, int] = {}
         if _ATTENTION & set(needs):
-            self._mixers, self.heads = _aligned_heads(model.config, grafts, align)
-            self._offsets = _offsets(grafts, align)
+            ordered = sorted(grafts, key=lambda graft: graft.site.layer)
+            self._mixers = _attention_of(model.config)
+            self.heads, self._offsets = _aligned_heads(self._mixers, ordered, align), _offsets(ordered, align)
         if "teacher.hidden_states" in needs:
             self.layers = _aligned_layers(model.config, student, align)
 
     @torch.no_grad()
     def outputs(self, batch: EncodedBatch, needs: Collection[str]) -> Outputs:
-        """Run the teacher on a batch.
+        """Run the teacher on a batch, if one of the objectives' needs begins with `teacher.`.
 
         If attention is needed, all layers use eager attention, with T^2 numbers per head for one layer at a time. Only
         the matrices of aligned heads are kept.
-
-        Args:
-            batch: documents of the student.
-            needs: needs of the objectives. The teacher runs only if one of them begins with `teacher.`.
         """
         needs_logits, needs_hidden = (name in needs for name in ("teacher.logits", "teacher.hidden_states"))
         needs_attention = bool(_ATTENTION & set(needs))
@@ -168,7 +89,6 @@ class Teacher:
         matrices: dict[int, Tensor] = {}
         with ExitStack() as stack:
             if needs_attention:
-                stack.enter_context(_eager(self.model))
                 stack.enter_context(self._recording(matrices))
             stack.enter_context(separate_documents(self.model, batch.documents))
             output = model(
@@ -191,20 +111,14 @@ class Teacher:
         """Select the outputs of the student's compared layers, (B,T,D) each, from its `hidden_states`."""
         return layer_outputs(self.student, hidden_states, self.layers)
 
-    def _aligned(self, matrices: dict[int, Tensor], documents: Tensor | None) -> list[Tensor]:
-        """Attention matrices of the teacher's aligned heads, (B,H,T,T) for each graft."""
-        return [
-            torch.stack(
-                [_shifted(matrices[h.layer][:, h.head], by, documents) for h, by in zip(heads, offsets, strict=True)], 1
-            )
-            for heads, offsets in zip(self.heads, self._offsets, strict=True)
-        ]
-
     @contextmanager
     def _recording(self, matrices: dict[int, Tensor]) -> Iterator[None]:
         """Record the attention matrices (B,all heads,T,T) of the layers that have an aligned head."""
         layers = {head.layer for heads in self.heads for head in heads}
+        before = self.model.config._attn_implementation
         with ExitStack() as stack:
+            self.model.set_attn_implementation("eager")  # no other one returns its matrices
+            stack.callback(self.model.set_attn_implementation, before)
             for layer in layers:
 
                 def record(module: nn.Module, args: Any, output: Any, layer: int = layer) -> None:
@@ -215,29 +129,64 @@ class Teacher:
             yield
         assert matrices.keys() == layers, "the hook of an attention layer did not fire"
 
-
-@contextmanager
-def _eager(model: PreTrainedModel) -> Iterator[None]:
-    """Use eager attention inside. No other implementation returns its matrices."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    def _aligned(self, matrices: dict[int, Tensor], documents: Tensor | None) -> list[Tensor]:
+        """Attention matrices of the teacher's aligned heads, (B,H,T,T) for each graft."""
+        by_graft = []
+        for heads, offsets in zip(self.heads, self._offsets, strict=True):
+            pairs = zip(heads, offsets, strict=True)
+            by_graft.append(torch.stack([_shifted(matrices[h.layer][:, h.head], by, documents) for h, by in pairs], 1))
+        return by_graft
 
 
-def _resized(logits_BTV: Tensor, width: int) -> Tensor:
-    """Truncate or pad the vocabulary to the student's size. Models pad it to different sizes with unused tokens.
+def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
+    """Check that both have the same tokens, ids and special tokens, and split text in the same way.
 
-    Tokens that the teacher lacks get the logit of its least likely token. With -inf the reverse divergence would be
-    infinite.
+    The choice of end and padding token may differ: all documents are encoded with the student's tokenizer.
+
+    Raises:
+        RecipeError: the tokenizers differ. The error names a token.
     """
-    missing = width - logits_BTV.shape[-1]
-    if missing <= 0:
-        return logits_BTV[..., :width]
-    least = logits_BTV.amin(-1, keepdim=True).expand(*logits_BTV.shape[:-1], missing)
-    return torch.cat([logits_BTV, least], dim=-1)
+    vocabulary, other = student.get_vocab(), teacher.get_vocab()
+    special = [{i for i, token in x.added_tokens_decoder.items() if token.special} for x in (student, teacher)]
+    ids = [tokenized(x, [SAMPLE_TEXT])[0].ids for x in (student, teacher)]
+    if vocabulary != other:
+        token = min(vocabulary.items() ^ other.items(), key=lambda item: (item[1], item[0]))[0]
+        base_id, teacher_id = (f"token {v[token]}" if token in v else "no token" for v in (vocabulary, other))
+        difference = f"{token!r} is {base_id} in the base's, {teacher_id} in the teacher's"
+    elif special[0] != special[1]:
+        odd = student.convert_ids_to_tokens(min(special[0] ^ special[1]))
+        difference = f"{odd!r} is a special token in one of them only"
+    elif ids[0] != ids[1]:
+        difference = f"{SAMPLE_TEXT!r} is {len(ids[0])} tokens in the base's, {len(ids[1])} in the teacher's"
+    else:
+        return
+    value = f"its tokenizer differs from the base's: {difference}"
+    raise RecipeError(_FIELD, value, "Set a teacher with the base's tokenizer.")
+
+
+def check_teacher(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    student: PreTrainedConfig,
+    align: Align,
+    needs: Collection[str],
+) -> None:
+    """Check what objectives need of a teacher with this config, except single heads.
+
+    Args:
+        student: the student's config, or that of its base: both have the same layers and width.
+
+    Raises:
+        RecipeError: the teacher lacks tokens or layers, has another width, or its attention is unknown.
+    """
+    used = max(tokenizer.get_vocab().values()) + 1
+    if used > min(config.vocab_size, student.vocab_size):
+        sizes = f"{config.vocab_size} tokens; the base has {student.vocab_size}, the tokenizer {used}"
+        raise RecipeError(_FIELD, sizes, "Both models must have an embedding for every token of the tokenizer.")
+    if _ATTENTION & set(needs):
+        _attention_of(config)
+    if "teacher.hidden_states" in needs:
+        _aligned_layers(config, student, align)
 
 
 def _attention_of(teacher: PreTrainedConfig) -> dict[int, MixerSpec]:
@@ -249,17 +198,16 @@ def _attention_of(teacher: PreTrainedConfig) -> dict[int, MixerSpec]:
 
 
 def _aligned_heads(
-    teacher: PreTrainedConfig, grafts: Sequence[Graft], align: Align
-) -> tuple[dict[int, MixerSpec], tuple[tuple[HeadId, ...], ...]]:
-    """Find the teacher's attention by layer, and its head for every spliced head.
+    mixers: dict[int, MixerSpec], grafts: Sequence[Graft], align: Align
+) -> tuple[tuple[HeadId, ...], ...]:
+    """Find the teacher's head for every spliced head.
 
     That is the head that `align` names, otherwise the donor of the splice, otherwise the head of the same name.
     """
-    mixers = _attention_of(teacher)
     known = {head for spec in mixers.values() for head in spec.heads}
     heads_by_graft: list[tuple[HeadId, ...]] = []
     named = dict(align.heads)
-    for graft in sorted(grafts, key=lambda graft: graft.site.layer):
+    for graft in grafts:
         names = [f"{graft.site.name}{head}" for head in graft.heads]
         donors: Sequence[str] = graft.donors or names
         if graft.unit == "layer":
@@ -272,14 +220,13 @@ def _aligned_heads(
         heads_by_graft.append(tuple(heads))
     if named:
         raise RecipeError("train.align.heads", next(iter(named)), "No head of that name is spliced.")
-    return mixers, tuple(heads_by_graft)
+    return tuple(heads_by_graft)
 
 
 def _offsets(grafts: Sequence[Graft], align: Align) -> list[list[int]]:
-    """Offsets of the heads, by graft, in the order of `_aligned_heads`."""
+    """Offset of every spliced head in tokens, by graft."""
     named = dict(align.offsets)
-    ordered = sorted(grafts, key=lambda graft: graft.site.layer)
-    offsets = [[named.pop(f"{graft.site.name}{head}", 0) for head in graft.heads] for graft in ordered]
+    offsets = [[named.pop(f"{graft.site.name}{head}", 0) for head in graft.heads] for graft in grafts]
     if named:
         raise RecipeError("train.align.offsets", next(iter(named)), "No head of that name is spliced.")
     return offsets
@@ -311,3 +258,26 @@ def _aligned_layers(teacher: PreTrainedConfig, student: PreTrainedConfig, align:
             hint = "Only the last layer's output after the final norm is known. Align the last layers with each other."
             raise RecipeError("train.align.layers", f"{layer}: {other}", hint)
     return dict(align.layers)
+
+
+def layer_outputs(config: PreTrainedConfig, hidden_states: Sequence[Tensor], layers: Collection[int]) -> list[Tensor]:
+    """Select the outputs of some layers, (B,T,D) each, from the `hidden_states` that a model returns.
+
+    The last layer's output is taken after the final norm, since many models do not return the one before it.
+    """
+    offset = 0 if family_of(config).name in _WITHOUT_EMBEDDINGS else 1
+    last = config.num_hidden_layers - 1
+    return [hidden_states[-1] if layer == last else hidden_states[layer + offset] for layer in layers]
+
+
+def _resized(logits_BTV: Tensor, width: int) -> Tensor:
+    """Truncate or pad the vocabulary to the student's size. Models pad it to different sizes with unused tokens.
+
+    Tokens that the teacher lacks get the logit of its least likely token. With -inf the reverse divergence would be
+    infinite.
+    """
+    missing = width - logits_BTV.shape[-1]
+    if missing <= 0:
+        return logits_BTV[..., :width]
+    least = logits_BTV.amin(-1, keepdim=True).expand(*logits_BTV.shape[:-1], missing)
+    return torch.cat([logits_BTV, least], dim=-1)

@@ -9,21 +9,26 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from typer.main import get_command
 
 import surgery as package
+from surgery.cli import app
 from surgery.models.registry import FAMILIES
 from surgery.probes.registry import PROBES
 from surgery.recipe.export import EXPORT_FORMATS
 from surgery.recipe.methods import METHODS
 from surgery.recipe.objectives import OBJECTIVES
+from surgery.recipe.run import Recipe
 from surgery.recipe.splice import _BRANCHES
-from tests.integration.conftest import ROOT, surgery
+from tests.integration.conftest import QUICK, RECIPE, ROOT
 
 DOCS = ROOT / "docs"
 MANUAL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "paper").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+SECTIONS = ("base", "locate", "splice", "train", "evaluate", "export", "hardware")
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|^(?: {4}.*\n)+|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
@@ -89,8 +94,20 @@ def test_python_names_that_pages_use_exist() -> None:
     assert missing == []
 
 
-def test_commands_and_targets_that_pages_name_exist(tmp_path: Path) -> None:
-    commands = set(re.findall(r"^  (\w+)", surgery("--help", cwd=tmp_path).stdout.split("Commands:")[1], re.MULTILINE))
+def test_recipe_keys_that_pages_name_exist() -> None:
+    fields = Recipe.model_fields
+    sections = {name: get_args(fields[name].annotation) or (fields[name].annotation,) for name in SECTIONS}
+    keys = {
+        name: {key for kind in kinds for key in getattr(kind, "model_fields", ())} for name, kinds in sections.items()
+    }
+    for page in MANUAL:
+        named = re.findall(rf"[`\s']({'|'.join(SECTIONS)})\.([a-z_]+)(?=[.=:`])", text_of(page))
+        named = [(section, key) for section, key in named if key not in ("json", "html", "logits")]  # files, needs
+        assert {f"{section}.{key}" for section, key in named if key not in keys[section]} == set(), page.name
+
+
+def test_commands_and_targets_that_pages_name_exist() -> None:
+    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     listed = re.findall(r"^\| `surgery (\w+)", text_of(DOCS / "cli.md"), re.MULTILINE)
     assert sorted(listed) == sorted(commands)
     targets = set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
@@ -113,6 +130,15 @@ def test_the_page_of_registries_has_every_name() -> None:
     registries = (PROBES, OBJECTIVES, METHODS, FAMILIES, _BRANCHES, EXPORT_FORMATS)
     for row, names in zip(rows, registries, strict=True):
         assert set(re.findall(r"`(\w+)`", row.split(" | ")[2])) == set(dict(names.items()))
+
+
+def test_the_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code, *_) = re.findall(r"```python\n(.*?)```", text_of(ROOT / "README.md"), re.DOTALL)
+    assert 'load_recipe("quickstart")' in code
+    code = code.replace('load_recipe("quickstart")', f"load_recipe({str(RECIPE)!r}, {list(QUICK)!r})")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    assert (tmp_path / "hybrid" / "model.safetensors").is_file()
 
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install 'ssm-surgery[docs]'")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.knowledge import fact_question, fact_statement, facts, letter_choice, option_text
 from surgery.probes.kv_retrieval import kv_document
+from surgery.probes.registry import PROBES, Options
 from surgery.probes.sentences import sentence
 
 MAKERS: dict[str, Callable[[Random], Document]] = {
@@ -37,6 +39,11 @@ def several_questions(count: int = 3, seed: int = 0) -> list[Document]:
     """Dictionaries of different lengths, with different numbers of questions."""
     rng = rng_of("several", seed)
     return [kv_document(rng, pairs=3 + i, questions=1 + i) for i in range(count)]
+
+
+def document_of(task: str, seed: int = 0, **options: Any) -> Document:
+    """A document of a probe for training."""
+    return PROBES[task].generate(rng_of(seed), "train", Options(**options))
 
 
 def cut(document: Document, span: tuple[int, int] | None) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.data.encoding import EncodedBatch
-from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.modeling_hybrid import SplicedAttention, SplicePass
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import HeadId
 
@@ -35,19 +35,17 @@ class LinearAttention(SplicedAttention):
         self,
         u_BTD: Tensor,
         cache: Any = None,
-        padding_mask: Tensor | None = None,
-        causal_mask: Any = None,
-        rows: Any = None,
+        splice_pass: SplicePass | None = None,
         streams: tuple[Tensor, Tensor] | None = None,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(B,T,D) -> (B,T,D), and the weights. Raises ValueError with a cache, packed documents or rows to collect."""
-        if cache is not None or rows is not None or documents is not None:
+        given = splice_pass or SplicePass()
+        padding_mask = given.padding
+        if cache is not None or given.rows is not None or given.documents is not None:
             raise ValueError("LinearAttention supports no cache, packing or splice_queries. Pass use_cache=False.")
         if padding_mask is not None:
             u_BTD = u_BTD * padding_mask[:, :, None].to(u_BTD.dtype)
-        query, key, value = self.project(u_BTD, None, streams, positions)
+        query, key, value = self.project(u_BTD, None, given, streams)
         seen_TT = torch.ones(u_BTD.shape[1], u_BTD.shape[1], dtype=torch.bool, device=u_BTD.device).tril()
         scores_BHTT = (query @ key.transpose(2, 3)).masked_fill(~seen_TT, 0.0)
         if padding_mask is not None:

@@ -31,11 +31,11 @@ from surgery.locate.ablation_sweep import READS, Variant, change_at_query
 from surgery.locate.clean_run import run_clean
 from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import Document, rng_of
-from surgery.probes.json_kv import UUID, json_kv_document
+from surgery.probes.json_kv import UUID
 from surgery.probes.knowledge import LETTERS, letter_choice
 from surgery.probes.kv_retrieval import kv_document
-from surgery.probes.mqar import mqar_document, mqar_words
-from surgery.probes.phonebook import phonebook_document, space_of
+from surgery.probes.phonebook import Phonebook
+from surgery.probes.registry import PROBES, Options, Probe
 from surgery.scoring.ranking import ChoiceScores, answer_choices
 from surgery.stats import bootstrap_mean, mcnemar, wilson
 from surgery.types import HeadSet, Interval, Reads, head_set_from_json
@@ -54,14 +54,19 @@ class Task:
 
 def tasks(tokenizer: PreTrainedTokenizerBase, examples: int, seed: int) -> list[Task]:
     """KV-retrieval for comparison, then the tasks that were not used to choose heads."""
-    words, space = mqar_words(tokenizer, "eval"), space_of(tokenizer)
+
+    def of(probe: Probe, **more: Any) -> Make:
+        return lambda rng, n: probe.document(rng, "eval", Options(pairs=n, tokenizer=tokenizer, **more))
+
+    without_examples = Phonebook()
+    without_examples.shots = 0
     makers: list[tuple[str, Make, Sequence[int]]] = [
         ("kv_retrieval", lambda rng, n: kv_document(rng, n, split="eval"), (4, 8, 16)),
-        ("phonebook", lambda rng, n: phonebook_document(rng, n, split="eval", space=space), (4, 8, 16)),
-        ("phonebook, no examples", lambda rng, n: phonebook_document(rng, n, 1, "eval", 0, space), (4, 8, 16)),
-        ("json_kv, 4 digits", lambda rng, n: json_kv_document(rng, n, split="eval", groups=(4,)), (4, 8, 16)),
-        ("json_kv, uuid", lambda rng, n: json_kv_document(rng, n, split="eval", groups=UUID), (4, 8)),
-        ("mqar", lambda rng, n: mqar_document(rng, n, words.keys, words.values), (4, 8, 16)),
+        ("phonebook", of(PROBES["phonebook"]), (4, 8, 16)),
+        ("phonebook, no examples", of(without_examples), (4, 8, 16)),
+        ("json_kv, 4 digits", of(PROBES["json_kv"], groups=(4,)), (4, 8, 16)),
+        ("json_kv, uuid", of(PROBES["json_kv"], groups=UUID), (4, 8)),
+        ("mqar", lambda rng, n: of(PROBES["mqar"], questions=n)(rng, n), (4, 8, 16)),
         ("letter_choice", lambda rng, n: letter_choice(rng, "eval"), (len(LETTERS),)),
     ]
     return [

@@ -1,7 +1,7 @@
 """The attention branch of a spliced layer in plain torch: projections, padding, gate and norm.
 
 The convolution with its state and the attention with its paged cache come from the caller, so the module runs without
-vLLM too. The formulas are those of `surgery/hybrid/attention.py`, which every export holds a copy of.
+vLLM too. The formulas are those of `surgery/hybrid/modeling_hybrid.py`, which every export holds a copy of.
 
 Shape legend: N tokens of all requests, D model width, C channels, H heads of this layer, K query/key width, V value
 width, P heads and W width in vLLM, padded with zeros, I inner width of Mamba-1, R width of its [dt | B | C].

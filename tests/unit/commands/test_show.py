@@ -38,14 +38,13 @@ def test_a_run_is_found_by_its_name_and_by_its_folder(runs: Path, capsys: pytest
     assert "heads L1H2" in by_name and "KV-retrieval, 8 pairs" in by_name and "not significantly better" in by_name
     show(str(runs / "first"), Path("elsewhere"))
     assert " ".join(capsys.readouterr().out.split()) == by_name
-
-
-def test_the_recipe_of_the_export_is_enough(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in the shipped example, whose run folder has no recipe of its own."""
+    # The shipped example has a recipe in its export alone.
     (runs / "first" / "export").mkdir()
     (runs / "first" / "recipe.yaml").rename(runs / "first" / "export" / "recipe.yaml")
     show("first", runs)
     assert "KV-retrieval, 8 pairs" in " ".join(capsys.readouterr().out.split())
+    show("compare", runs)
+    assert "figures: " in capsys.readouterr().out, "a run has a verdict instead"
 
 
 def trained_with(pairs: int) -> Recipe:
@@ -70,11 +69,6 @@ def test_results_are_judged_with_the_recipe_that_they_were_made_with(
         sentences.append(" ".join(capsys.readouterr().out.split()).partition("The hybrid is ")[2])
     assert "than the base: KV-retrieval, 8 pairs, 50.0%" in sentences[0] == sentences[1]
     assert "than the base: KV-retrieval, 64 pairs, 10.0%" in sentences[2]
-
-
-def test_a_comparison_is_shown_as_one(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show("compare", runs)
-    assert "figures: " in capsys.readouterr().out, "a run has a verdict instead"
 
 
 def test_what_cannot_be_shown_is_refused(runs: Path) -> None:

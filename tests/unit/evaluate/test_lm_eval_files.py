@@ -14,7 +14,7 @@ from surgery.evaluate.lm_eval_files import lm_eval_groups, row_of, tasks_folder,
 from surgery.lm_eval_tasks.data import rows
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.probes.needle import needle_document
+from tests.support.samples import document_of
 
 
 def test_every_task_has_its_prompts_and_its_group() -> None:
@@ -44,7 +44,7 @@ def test_tasks_are_written_again_only_if_the_code_changed(tmp_path: Path, monkey
 
 
 def test_rows_hold_the_prompt_and_what_ranking_puts_behind_it() -> None:
-    document = needle_document(rng_of(3), 900, len, "multi_query")
+    document = document_of("needle_multi_query", 3, tokens=900)
     row, last = row_of(document), document.questions[-1]
     assert document.text.startswith(row["prompt"] + row["given"])
     assert row["choices"][row["gold"]] == document.text[slice(*last.answer)]

@@ -1,15 +1,19 @@
-"""What is asked: which tasks and sizes, the same prompts whatever else is asked, all of it scored under its name."""
+"""Prompts of an evaluation: which tasks and sizes, the same whatever stands beside them, and with their text twice."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
-import torch
 from pydantic import ValidationError
 
 from surgery.errors import ProbeError
-from surgery.evaluate.evaluation import compare_arms, evaluate_model
+from surgery.evaluate.evaluation import evaluate_model
 from surgery.evaluate.prompts import make_prompts
-from surgery.probes.documents import Document
+from surgery.evaluate.read_twice import prompts_twice, read_twice
+from surgery.probes.documents import Document, rng_of
+from surgery.probes.registry import PROBES, Options
 from surgery.recipe import Evaluate
 from surgery.recipe.evaluate import DEFAULT_TASKS
 from tests.support.pico import pico_base, pico_tokenizer
@@ -38,82 +42,32 @@ def test_every_task_at_every_size() -> None:
         "letter_choice", "option_text", "copying/3", "copying/4", "perplexity", "perplexity_seen",
     ]  # fmt: skip
     assert prompts.num_tasks == len(named)
-    for asked in (prompts.choices, prompts.generation, prompts.texts):
-        for task, documents in asked.items():
-            assert len(documents) == 3 and {d.task for d in documents} <= {task.partition("/")[0], "sentence"}
+    for of_kind in (prompts.choices, prompts.generation, prompts.texts):
+        for task, documents in of_kind.items():
+            assert len(documents) == 3 and {d.task for d in documents} <= {task.partition("/")[0], "sentence"}, task
+    given = section(EVERY, generate=["mqar"])
+    assert Evaluate.model_validate(given.model_dump(mode="json")) == given
+    assert Evaluate().model_dump(mode="json")["tasks"] == [entry.task for entry in DEFAULT_TASKS]
 
 
-def test_a_task_is_asked_the_same_whatever_stands_beside_it() -> None:
+def test_prompts_are_the_same_whatever_stands_beside_them() -> None:
     def texts(given: Evaluate, task: str) -> list[Document]:
         return list(make_prompts(given, 4, tokenizer=pico_tokenizer()).choices[task])
 
-    alone = section([{"task": "multi_hop", "pairs": [8]}])
-    assert texts(alone, "multi_hop/8") == texts(
-        section(["letter_choice", {"task": "multi_hop", "pairs": [4, 8]}]), "multi_hop/8"
-    )
+    alone = texts(section([{"task": "multi_hop", "pairs": [8]}]), "multi_hop/8")
+    assert alone == texts(section(["letter_choice", {"task": "multi_hop", "pairs": [4, 8]}]), "multi_hop/8")
     more = section(["kv_retrieval"], pairs=[4], examples=5)
     assert texts(section(["kv_retrieval"], pairs=[4, 6]), "kv_retrieval/4") == texts(more, "kv_retrieval/4")[:3]
 
 
-def test_the_summary_has_every_task_in_its_place() -> None:
-    tasks = [
-        {"task": "kv_retrieval", "pairs": [3]}, {"task": "copying", "pairs": [3]}, "letter_choice", "perplexity",
-        {"task": "needle_single", "tokens": [320], "depths": [0.5]},
-    ]  # fmt: skip
-    given = section(tasks, generate=["kv_retrieval"])
-    arm = evaluate_model(pico_base(vocab_size=1024, layers=1), pico_tokenizer(), given, 0)
-    assert set(arm.summary) == {"kv_retrieval", "copying", "letter_choice", "perplexity", "needle_single"}
-    assert set(arm.summary["kv_retrieval"]["3"]["generated"]) == {"accuracy", "low", "high", "n", "begun"}
-    assert arm.summary["kv_retrieval"]["3"]["chance"] == pytest.approx(1 / 3)
-    assert "generated" not in arm.summary["letter_choice"] and arm.summary["needle_single"]["320"]["0.5"]["n"] == 3
-    per_token = arm.summary["copying"]["3"]["per_token"]
-    assert 0 <= per_token["low"] <= per_token["mean"] <= per_token["high"] <= 1
-    assert set(arm.correct) == {
-        "kv_retrieval/3",
-        "kv_retrieval/3/generated",
-        "copying/3",
-        "letter_choice",
-        "needle_single/320/0.5",
-    }
-
-
-def test_ranks_do_not_depend_on_whether_answers_are_said_too() -> None:
-    model, kinds = pico_base(vocab_size=1024, layers=1), [{"task": "kv_retrieval", "pairs": [4]}, "letter_choice"]
-    plain, said = (
-        evaluate_model(model, pico_tokenizer(), section(kinds, generate=g, examples=16), 0) for g in (False, True)
-    )
-    assert all(torch.equal(plain.correct[task], said.correct[task]) for task in plain.correct)
-    assert len(said.correct) == 2 * len(plain.correct)
-
-
-def test_comparisons_and_the_gap_need_the_arms_they_are_of() -> None:
-    given = section(["letter_choice"], examples=20)
-    arms = {name: evaluate_model(pico_base(i, vocab_size=1024, layers=1), pico_tokenizer(), given, 0)
-            for i, name in enumerate(["base", "no_splice", "hybrid", "teacher"])}  # fmt: skip
-    found = compare_arms(arms)
-    assert list(found["comparisons"]["hybrid"]) == ["base", "no_splice", "teacher"]
-    assert set(found["gap_closed"]) == {"letter_choice"}
-    del arms["teacher"], arms["no_splice"]
-    arms["base_read_twice"] = arms["base"]
-    found = compare_arms(arms)
-    assert "gap_closed" not in found and list(found["comparisons"]["hybrid"]) == ["base", "base_read_twice"]
-
-
-def test_a_length_that_does_not_fit_names_its_task() -> None:
+def test_what_cannot_be_generated_is_refused() -> None:
     needle = {"task": "needle_single", "name": "second", "tokens": [5], "depths": [0.5]}
     with pytest.raises(ProbeError, match=r"^evaluate\.tasks\.1\.tokens: 5\. The question"):
         make_prompts(section(["letter_choice", needle]), 0, tokenizer=pico_tokenizer())
-
-
-def test_what_depends_on_a_tokenizer_asks_for_one() -> None:
     for task in ("mqar", "phonebook", "needle_single"):
         with pytest.raises(ProbeError, match="tokenizer"):
             make_prompts(section([task], pairs=[4]), 0)
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"tasks": ["kv_retrieval", {"task": "kv_retrieval", "pairs": [4]}]}, "`tasks` lists kv_retrieval twice"),
         ({"tasks": [{"task": "mqar", "hops": 3}]}, "mqar does not use `hops`"),
         ({"tasks": [{"task": "closed_book", "examples": 3}]}, "does not use `examples`"),
@@ -125,14 +79,50 @@ def test_what_depends_on_a_tokenizer_asks_for_one() -> None:
         ({"tasks": [{"task": "json_kv", "pairs": [4, 91]}]}, "takes 2 to 90 `pairs`, not 4 to 91"),
         ({"tasks": ["json_kv"], "pairs": [96]}, "takes 2 to 90 `pairs`, not 96"),
         ({"tasks": []}, "too_short"),
-    ],
-)
-def test_what_means_nothing_is_refused(given: dict, why: str) -> None:
-    with pytest.raises(ValidationError, match=why):
-        Evaluate.model_validate(given)
+    ]
+    for given, why in refused:
+        with pytest.raises(ValidationError, match=why):
+            Evaluate.model_validate(given)
 
 
-def test_a_recipe_says_tasks_in_short_and_reads_them_back() -> None:
-    given = section(EVERY, generate=["mqar"])
-    assert Evaluate.model_validate(given.model_dump(mode="json")) == given
-    assert Evaluate().model_dump(mode="json")["tasks"] == [entry.task for entry in DEFAULT_TASKS]
+def test_the_question_is_that_of_the_second_reading() -> None:
+    options = Options(pairs=4, questions=1, needles=3, tokens=320, tokenizer=pico_tokenizer())
+    for task in ("kv_retrieval", "records", "needle_multi_query", "closed_book"):
+        given = PROBES[task].evaluation_set()
+        once = given[0] if given else PROBES[task].generate(rng_of(task), "eval", options)
+        twice = read_twice(once)
+        shift = len(twice.text) - len(once.text)
+        assert twice.text.endswith(once.text) and twice.text[: shift - 1] == once.text[: shift - 1], task
+        assert twice.text[shift - 1] == "\n"
+        for question, moved in zip(once.questions, twice.questions, strict=True):
+            for name in ("answer", "segment", "value"):
+                span, other = getattr(question, name), getattr(moved, name)
+                assert (span is None) == (other is None)
+                if span is not None:
+                    assert other[0] >= shift and once.text[slice(*span)] == twice.text[slice(*other)], (task, name)
+            assert moved.choices == question.choices and moved.gold == question.gold
+        first = min(question.answer[0] for question in once.questions)
+        assert shift == first + 1 or len(once.questions) > 1, "no answer stands in the first reading"
+        assert read_twice(begun(once), "<s>") == begun(twice), "one BOS"
+
+
+def begun(document: Document) -> Document:
+    """As a chat template may write it."""
+    moved = [
+        replace(q, **{n: s and (s[0] + 3, s[1] + 3) for n in ("answer", "segment", "value") for s in [getattr(q, n)]})
+        for q in document.questions
+    ]
+    return Document(document.task, f"<s>{document.text}", tuple(moved))
+
+
+def test_every_task_with_answers_is_measured_twice_and_no_text() -> None:
+    given = Evaluate(tasks=("kv_retrieval", "closed_book", "perplexity"), pairs=(4,), examples=5, sentences=3)
+    tokenizer, model = pico_tokenizer(), pico_base(vocab_size=1024)
+    prompts = make_prompts(given, 0, tokenizer=tokenizer)
+    twice = prompts_twice(prompts)
+    arms = [evaluate_model(model, tokenizer, given, 0, p) for p in (prompts, twice)]
+    assert arms[0].correct.keys() == arms[1].correct.keys() == {"kv_retrieval/4", "closed_book"}
+    assert "perplexity" in arms[0].summary and "perplexity" not in arms[1].summary
+    for task in prompts.choices:
+        widths = [p.batches(task, tokenizer, 5, with_answers=False)[0].input_ids.shape[1] for p in (prompts, twice)]
+        assert widths[0] < widths[1] and len(arms[1].correct[task]) == len(prompts.choices[task]), task

@@ -357,10 +357,10 @@ class TestCode:
 
     def test_an_edited_module_is_not_run(self, copy: Path) -> None:
         """Not even where the list is right about it; with trust it is."""
-        with open(copy / "attention.py", "a") as file:
+        with open(copy / "modeling_hybrid.py", "a") as file:
             file.write("\nprint('hello')\n")
         list_again(copy)
-        assert "attention.py: not the module" in refusal(copy)
+        assert "modeling_hybrid.py: not the module" in refusal(copy)
         with pytest.raises(AssertionError, match="would have been run"):
             verify_folder(copy, trust_remote_code=True)
 

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import math
-import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import surgery.hybrid.attention as attention_module
-from surgery.hybrid.attention import RandomAttention, SplicedAttention
-from surgery.hybrid.mixer import HybridMixerMixin
-from surgery.hybrid.packing import SpliceRows
-from surgery.hybrid.sites import splice_sites
-from surgery.hybrid.streams import StreamAttention
+from surgery.hybrid.modeling_hybrid import SplicedAttention, SplicePass, SpliceRows
+from surgery.hybrid.modeling_mamba_hybrid import StreamAttention
 from surgery.recipe import Splice
 from surgery.splice.plan import splice_field
 from tests.support.battery import plan_of
+from tests.support.loops import for_each
 from tests.support.pico import (
     HIDDEN,
     pico_config,
     pico_family,
     pico_hybrid,
     pico_site,
-    prompts,
     random_site,
     randomise,
-    tokens,
 )
 
 SITES = [
@@ -105,26 +98,26 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "float32", torch.float64)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("site", SITES)
+@for_each("site", SITES)
+@for_each("implementation", ["eager", "sdpa"])
 def test_equals_the_naive_branch(site: dict, implementation: str, exact: None) -> None:
     branch, u = make(site, implementation), inputs()
     padding = torch.ones(2, 11)
     padding[1, :4] = 0
-    output = branch(u, padding_mask=padding, causal_mask=masked(padding, 11))[0]
+    output = branch(u, None, SplicePass(padding, masked(padding, 11)))[0]
     for b in range(2):
         real = padding[b].bool()
         expected, _ = naive(branch, u[b], real)
         torch.testing.assert_close(output[b][real], expected[real], atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("site", SITES)
+@for_each("site", SITES)
 def test_rows_are_the_naive_weights(site: dict, exact: None) -> None:
     branch, u = make(site), inputs()
     padding = torch.ones(2, 11)
     padding[1, :4] = 0
     rows = SpliceRows(torch.tensor([[0, 6, 10], [-1, 4, 9]]))
-    branch(u, padding_mask=padding, causal_mask=masked(padding, 11), rows=rows)
+    branch(u, None, SplicePass(padding, masked(padding, 11), rows))
     (found,) = rows.take()
     for b in range(2):
         _, weights = naive(branch, u[b], padding[b].bool())
@@ -158,9 +151,9 @@ def naive_stream(branch: StreamAttention, u: Tensor, x: Tensor, parameters: Tens
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("width", [None, 6])
-@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+@for_each("name", ["mamba", "falcon_mamba"])
+@for_each("width", [None, 6])
+@for_each("implementation", ["eager", "sdpa"])
 def test_a_branch_of_streams_equals_the_naive_one(
     name: str, width: int | None, implementation: str, exact: None
 ) -> None:
@@ -173,13 +166,13 @@ def test_a_branch_of_streams_equals_the_naive_one(
     assert (branch.stream_eps is None) == (name == "mamba")
     u, rng = inputs(2, 7), torch.Generator().manual_seed(4)
     x, parameters = (torch.randn(2, 7, w, dtype=u.dtype, generator=rng) for w in (64, sum(branch.stream_widths)))
-    output = branch(u, causal_mask=masked(None, 7), streams=(x, parameters))[0]
+    output = branch(u, None, SplicePass(causal=masked(None, 7)), streams=(x, parameters))[0]
     for b in range(2):
         torch.testing.assert_close(output[b], naive_stream(branch, u[b], x[b], parameters[b]), atol=1e-10, rtol=0)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rank", [3, 4])  # 4 is the width of B and C too
+@for_each("rank", [3, 4])  # 4 is the width of B and C too
 def test_a_fresh_branch_of_streams_picks_c_and_b(rank: int) -> None:
     """The query is C and the key is B, whatever the width of dt before them."""
     base = pico_family("mamba", time_step_rank=rank)
@@ -188,42 +181,9 @@ def test_a_fresh_branch_of_streams_picks_c_and_b(rank: int) -> None:
     branch.initialize()
     rng = torch.Generator().manual_seed(4)
     x, (dt, b, c) = torch.randn(2, 7, 64, generator=rng), (torch.randn(2, 7, w, generator=rng) for w in (rank, 4, 4))
-    query, key, _ = branch.project(inputs().float(), None, (x, torch.cat([dt, b, c], -1)), None)
+    query, key, _ = branch.project(inputs().float(), None, SplicePass(), (x, torch.cat([dt, b, c], -1)))
     for head in range(branch.num_heads):
         torch.testing.assert_close((query[:, head], key[:, head]), (c, b), rtol=1e-5, atol=1e-6)
-
-
-def test_rows_are_distributions_over_the_past() -> None:
-    model = pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0])])
-    batch = prompts((9, 14, 12))
-    queries = torch.tensor([[6, 13, -1], [0, 5, 13], [2, 9, 13]])
-    rows = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, splice_queries=queries)
-    assert [r.shape for r in rows.splice_attentions] == [(3, 2, 3, 14), (3, 1, 3, 14)]
-    for found in rows.splice_attentions:
-        assert found.dtype == torch.float32
-        for b in range(3):
-            for q, t in enumerate(queries[b].tolist()):
-                row = found[b, :, q]
-                if t < 0:
-                    assert torch.equal(row, torch.zeros_like(row))
-                    continue
-                torch.testing.assert_close(row.sum(-1), torch.ones(row.shape[0]))
-                assert not row[:, t + 1 :].any()
-                assert not row[:, batch.attention_mask[b] == 0].any()
-                assert row[:, t].min() > 0
-
-
-def test_rows_are_those_the_model_mixes_with() -> None:
-    """The rows of a whole model, from the input of its branch."""
-    model = pico_hybrid([pico_site(1, [1, 3])], attn_implementation="eager").double()
-    branch, seen = model.backbone.layers[1].mixer.attention, []
-    branch.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
-    queries = torch.tensor([[4, 20], [20, 0]])
-    with torch.no_grad():
-        rows = model(tokens(), use_cache=False, splice_queries=queries).splice_attentions[0]
-        for b in range(2):
-            _, weights = naive(branch, seen[0][b].double(), torch.ones(21).bool())
-            torch.testing.assert_close(rows[b].double(), weights[:, queries[b]], atol=1e-5, rtol=0)
 
 
 def test_gradients_equal_those_of_eager() -> None:
@@ -231,42 +191,11 @@ def test_gradients_equal_those_of_eager() -> None:
     for implementation in ("eager", "sdpa"):
         branch = make(SITES[1], implementation).requires_grad_(True)
         u = inputs().requires_grad_(True)
-        branch(u, causal_mask=masked(None, 11))[0].pow(2).sum().backward()
+        branch(u, None, SplicePass(causal=masked(None, 11)))[0].pow(2).sum().backward()
         grads.append([u.grad, *(p.grad for p in branch.parameters())])
     for eager, sdpa in zip(*grads, strict=True):
         assert eager.abs().max() > 1e-3
         torch.testing.assert_close(eager, sdpa, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.skipif(not os.environ.get("SURGERY_SLOW_TESTS"), reason="flex_attention compiles for 20 s on a CPU")
-def test_flex_equals_sdpa() -> None:
-    batch, logits = prompts((9, 14, 12)), []
-    for implementation in ("sdpa", "flex_attention"):
-        # flex wants widths of 16 at least
-        model = pico_hybrid([pico_site(1, [2], qk_width=16)], attn_implementation=implementation)
-        with torch.no_grad():
-            logits.append(model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits)
-    real = batch.attention_mask.bool()
-    torch.testing.assert_close(logits[0][real], logits[1][real], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("site", "width"), [(pico_site(0, [1, 3]), 16), (random_site(0, [1, 3]), 24)])
-def test_flash_gets_keys_as_wide_as_values(site: dict, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flash kernels need one width: the narrower of keys and values is padded, and no score changes."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    branch, u = make(site), inputs()
-    expected, widths = branch(u, causal_mask=masked(None, 11))[0], []
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        widths.append((query.shape[-1], key.shape[-1], value.shape[-1]))
-        return sdpa(module, query, key, value, *args, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
-    branch.config._attn_implementation = "flash_attention_2"
-    torch.testing.assert_close(branch(u, causal_mask=masked(None, 11))[0], expected)
-    assert widths == [(width, width, width)]
 
 
 def test_rows_close_with_their_pass() -> None:
@@ -283,18 +212,6 @@ def test_rows_close_with_their_pass() -> None:
     assert rows.take() == ()
 
 
-def test_rows_are_those_of_fp32_in_mixed_precision() -> None:
-    """Large scores would be rounded by some percent of a row."""
-    queries, keys = torch.randn(2, 1, 1, 12, 8, generator=torch.Generator().manual_seed(0)) * 4
-    found = []
-    for precision in (torch.float32, torch.bfloat16):
-        rows = SpliceRows(torch.arange(12)[None])
-        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
-            rows.collect(0, queries, keys, None)
-        found.append(rows.take()[0])
-    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
-
-
 def test_initial_values() -> None:
     """Silent in `add` mode; the scale is 1 where an SSM head's q and k are copied, and 1/sqrt(width) otherwise."""
     model = pico_hybrid([pico_site(0), random_site(1), pico_site(2, mode="replace")], fresh=True)
@@ -305,43 +222,3 @@ def test_initial_values() -> None:
     for branch in (ssm, random, replace):
         assert all(p.isfinite().all() for p in branch.parameters())
         assert branch.qkv_proj.weight.std() > 0 and branch.conv1d.weight.std() > 0
-
-
-def test_no_branch_where_none_is_spliced() -> None:
-    model = pico_hybrid([pico_site(1)])
-    assert [block.mixer.attention is not None for block in model.backbone.layers] == [False, True, False]
-    assert all(isinstance(block.mixer, HybridMixerMixin) for block in model.backbone.layers)
-    assert splice_sites(None) == {} and list(splice_sites(model.config.splice)) == [1]
-
-
-@pytest.mark.parametrize("site", SITES)
-def test_the_cache_holds_as_many_numbers_as_the_class_states(site: dict) -> None:
-    """Keys and values of each token, and the last inputs of the branch's convolution."""
-    output = pico_hybrid([site])(tokens(1, 9), use_cache=True)
-    layer = output.cache.layers[0]
-    assert layer.keys.numel() + layer.values.numel() == 9 * SplicedAttention.kv_numel(site)
-    assert layer.conv_states[1].numel() == SplicedAttention.state_numel(site)
-
-
-def test_random_heads_have_no_gate() -> None:
-    fields = RandomAttention.plan_fields(SimpleNamespace(random_width=5, site=SimpleNamespace(head_dim=16)))
-    assert fields == {"qk_width": 5, "v_width": 16, "conv_kernel": 4, "gate": False, "activation": None}
-
-
-@pytest.mark.parametrize(
-    ("installed", "untested"),
-    [
-        ("5.24.0", False),
-        ("5.24.3.dev0", False),
-        ("5.25.0", True),
-        ("5.100.1", True),
-        ("6.0.0.dev0", True),
-    ],
-)
-def test_a_release_that_is_newer_than_those_tested_is_named(
-    installed: str, untested: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(attention_module.logger, "warning", warnings.append)
-    attention_module.warn_if_untested(installed)
-    assert len(warnings) == untested and all(installed in text and "transformers==5.24.*" in text for text in warnings)

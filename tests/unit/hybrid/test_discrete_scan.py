@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-from surgery.hybrid.discrete_scan import chunked_scan, scan_step
+from surgery.hybrid.modeling_llamba import chunked_scan, scan_step
+from tests.support.loops import for_each
 
 B, H, P, N = 2, 4, 5, 3
-every_grouping = pytest.mark.parametrize("groups", [1, 2, 4])
+every_grouping = for_each("groups", [1, 2, 4])
 
 
 def inputs(T: int, groups: int = 2, seed: int = 0) -> list[Tensor]:
@@ -53,33 +48,14 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 
 class TestValues:
     @every_grouping
-    def test_step_is_the_formula(self, groups: int) -> None:
-        assert_same(stepped(*inputs(9, groups)), looped(*inputs(9, groups)))
-
-    @every_grouping
-    @pytest.mark.parametrize("chunk", [1, 3, 8, 64])
-    @pytest.mark.parametrize("T", [1, 2, 8, 21])
+    @for_each("chunk", [1, 3, 8, 64])
+    @for_each("T", [1, 2, 8, 21])
     def test_chunks_are_steps(self, T: int, chunk: int, groups: int) -> None:
-        assert_same(chunked_scan(*inputs(T, groups), chunk), stepped(*inputs(T, groups)))
+        expected = looped(*inputs(T, groups))
+        assert_same(stepped(*inputs(T, groups)), expected)
+        assert_same(chunked_scan(*inputs(T, groups), chunk), expected)
 
-    @every_grouping
-    def test_published_way_to_call_mamba2(self, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The authors divide x by its step size and call Mamba-2's scan, which multiplies by it; here transformers'."""
-        monkeypatch.setattr(Tensor, "float", Tensor.double)
-        x, key, query, _, state = inputs(21, groups)
-        a, minus_one = torch.linspace(-3, 3, B * 21 * H).double().view(B, 21, H), -torch.ones(H).double()
-        settings = {"dt_softplus": True, "initial_states": state, "return_final_states": True}
-        expected = mamba2_chunk_scan(x / F.softplus(a)[..., None], a, minus_one, key, query, 8, **settings)
-        assert_same(chunked_scan(x, key, query, -F.softplus(a), state, 8), expected)
-
-    @pytest.mark.parametrize("cut", [1, 4, 8, 20])
-    def test_cut_anywhere(self, cut: int) -> None:
-        x, key, query, decay, state = inputs(21)
-        first, state_between = chunked_scan(x[:, :cut], key[:, :cut], query[:, :cut], decay[:, :cut], state, 8)
-        second, last = chunked_scan(x[:, cut:], key[:, cut:], query[:, cut:], decay[:, cut:], state_between, 8)
-        assert_same((torch.cat([first, second], 1), last), chunked_scan(x, key, query, decay, state, 8))
-
-    @pytest.mark.parametrize("chunk", [4, 32])
+    @for_each("chunk", [4, 32])
     def test_gradients(self, chunk: int) -> None:
         found, expected = ([v.requires_grad_() for v in inputs(13)] for _ in range(2))
         for leaves, (y, state) in ((found, chunked_scan(*found, chunk)), (expected, stepped(*expected))):
@@ -107,22 +83,3 @@ class TestNumerics:
         exact, _ = stepped(x, key, query, decay, state)
         found, _ = chunked_scan(*(v.float() for v in (x, key, query, decay, state)), 32)
         torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=1e-5)
-
-    def test_nothing_is_larger_than_the_squares_of_the_chunks(self) -> None:
-        """No tensor of tokens by tokens by heads by state."""
-
-        class Largest(TorchDispatchMode):
-            numel = 0
-
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                for each in result if isinstance(result, tuple | list) else [result]:
-                    self.numel = max(self.numel, each.numel() if isinstance(each, Tensor) else 0)
-                return result
-
-        T, chunk = 64, 16
-        leaves = [v.requires_grad_() for v in inputs(T)]
-        with Largest() as seen:
-            y, _ = chunked_scan(*leaves, chunk)
-            y.sum().backward()
-        assert seen.numel == B * T * H * chunk

@@ -14,11 +14,12 @@ from transformers.integrations import hub_kernels
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 
-from surgery.hybrid import kernels
-from surgery.hybrid.kernels import KERNELS, TORCH_CHUNK, kernels_by_device, missing_kernel
+from surgery.hybrid.modeling_hybrid import KERNELS, TORCH_CHUNK, has_kernel, kernels_by_device
 from surgery.hybrid.modeling_mamba2_hybrid import Mamba2HybridMixer
-from surgery.models.torch_scans import choose_by_device
+from surgery.models import torch_scans
+from surgery.models.torch_scans import choose_by_device, missing_kernel
 from tests.support.kernels import OnCuda
+from tests.support.loops import for_each
 from tests.support.pico import pico_family, tokens
 
 PACKAGES = {name.partition(".")[0]: set[str]() for modules in KERNELS.values() for name in modules}
@@ -36,11 +37,15 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             for module in {name, *parts}:
                 monkeypatch.setitem(sys.modules, module, ModuleType(module) if name in names else None)
         if broken:
-            monkeypatch.setattr(kernels, "find_spec", lambda name: name == broken)
+            monkeypatch.setattr(torch_scans, "find_spec", lambda name: name == broken)
+        forget()
+
+    def forget() -> None:
         missing_kernel.cache_clear()
+        has_kernel.cache_clear()
 
     yield install
-    missing_kernel.cache_clear()
+    forget()
 
 
 def wrapped(code: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,8 +70,8 @@ def chosen(name: str, code: Callable[..., Any], function: Any = None) -> Callabl
     return getattr(file, name)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@for_each("name", list(KERNELS))
+@for_each("device", ["cpu", "meta"])
 def test_no_kernel_gets_a_tensor_that_is_not_on_a_cuda_device(
     name: str, device: str, packages: Callable[..., None]
 ) -> None:
@@ -77,23 +82,22 @@ def test_no_kernel_gets_a_tensor_that_is_not_on_a_cuda_device(
     assert function(torch.ones(2).as_subclass(OnCuda), weight=3, of_kernels_only=True) == "kernel"
 
 
-@pytest.mark.parametrize(
-    ("there", "on_cuda"), [(("mamba_ssm",), None), (("causal_conv1d",), None), (PACKAGES, "kernel")]
-)
-def test_the_fused_function_needs_both_packages(there: Any, on_cuda: Any, packages: Callable[..., None]) -> None:
+def test_the_fused_function_needs_both_packages(packages: Callable[..., None]) -> None:
     """mamba_ssm's calls causal_conv1d, which it does not require."""
-    packages(*there)
-    function = chosen("mamba2_split_conv1d_scan_combined", lambda x: None)
-    assert function(torch.ones(2).as_subclass(OnCuda)) is on_cuda
+    for there, on_cuda in ((("mamba_ssm",), None), (("causal_conv1d",), None), (PACKAGES, "kernel")):
+        packages(*there)
+        function = chosen("mamba2_split_conv1d_scan_combined", lambda x: None)
+        assert function(torch.ones(2).as_subclass(OnCuda)) is on_cuda, there
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_packed_documents_are_refused_where_pytorchs_code_runs(device: str, packages: Callable[..., None]) -> None:
+def test_packed_documents_are_refused_where_pytorchs_code_runs(packages: Callable[..., None]) -> None:
+    """On a CUDA device transformers refuses them, and says what to install."""
     packages()
-    x = torch.ones(2) if device == "cpu" else torch.ones(2).as_subclass(OnCuda)
-    reason = "needs CUDA tensors, not cpu" if device == "cpu" else "causal_conv1d is not installed: pip install"
-    with pytest.raises(ValueError, match=f"seq_idx: causal_conv1d_fn can't keep packed sequences apart .*{reason}"):
-        chosen("causal_conv1d_fn", lambda x, **_: x)(x, seq_idx=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"seq_idx: causal_conv1d_fn can't keep .*needs CUDA tensors, not cpu"):
+        chosen("causal_conv1d_fn", lambda x, **_: x)(torch.ones(2), seq_idx=torch.zeros(2))
+    code = hub_kernels.use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")(lambda x, **_: x)
+    with pytest.raises(ValueError, match="can't keep packed sequences apart without"):
+        chosen("causal_conv1d_fn", print, code)(torch.ones(2).as_subclass(OnCuda), seq_idx=torch.zeros(2))
 
 
 def test_a_package_that_cannot_be_imported_is_named_with_the_command(packages: Callable[..., None]) -> None:
@@ -120,10 +124,10 @@ def test_a_plain_model_and_one_without_a_hybrid_class_are_covered() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "field"), CHUNKS.items())
-def test_the_published_chunk_changes_neither_bits_nor_memory(name: str, field: str) -> None:
+@for_each("name", list(CHUNKS))
+def test_the_published_chunk_changes_neither_bits_nor_memory(name: str) -> None:
     """PyTorch's scan takes chunks of at most 32 tokens; the config stays."""
-    found = []
+    found, field = list[Tensor](), CHUNKS[name]
     for chunk in (TORCH_CHUNK, 256):
         model = pico_family(name, **{field: chunk})
         choose_by_device(model)
@@ -140,7 +144,7 @@ class FromHub(nn.Module):
         type(self).forward = lambda _, *given, **named: function(*given, **named)  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("replaced", [False, True])
+@for_each("replaced", [False, True])
 def test_a_kernel_of_the_hub_runs_on_cuda_tensors_only(replaced: bool, packages: Callable[..., None]) -> None:
     """`kernelize` sets the forward of the module that stands for the function."""
     packages()
@@ -149,14 +153,4 @@ def test_a_kernel_of_the_hub_runs_on_cuda_tensors_only(replaced: bool, packages:
     if replaced:
         module.forward = (lambda _, x: "Hub").__get__(module)  # type: ignore[method-assign]
     found = [function(x) for x in (torch.ones(2), torch.ones(2).as_subclass(OnCuda))]
-    assert found == ["PyTorch", "Hub" if replaced else "PyTorch"]
-
-
-def test_transformers_decorator_is_the_one_that_is_looked_through() -> None:
-    """Its wrapper has the PyTorch code as `__wrapped__`."""
-
-    def code(x: Tensor) -> Tensor:
-        return x
-
-    made = hub_kernels.use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")(code)
-    assert chosen("causal_conv1d_fn", code, made).__wrapped__ is code  # type: ignore[attr-defined]
+    assert found == ["PyTorch", "Hub" if replaced else "kernel"]

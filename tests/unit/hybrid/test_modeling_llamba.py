@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.hybrid import LlambaConfig, LlambaForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaMixer
-from tests.support.llamba_loop import HEAD_DIM, full, generate, llamba, llamba_config, loop_logits, loop_mixer, part
-from tests.support.pico import HEADS, HIDDEN, STATE, pad, prompts, tokens
+from tests.support.llamba_loop import full, llamba, llamba_config, loop_logits, loop_mixer, part
+from tests.support.loops import for_each
+from tests.support.pico import HIDDEN, pad, tokens
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "one key head": {"n_qk_heads": 1},
@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide, silu, three taps": {"ssm": {"expand": 2, "activation": "silu", "d_conv": 3, "conv_bias": False}},
     "final norm": {"norm_epsilon": 0.1},
 }
-every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+every_variant = for_each("config", VARIANTS)
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 
 
@@ -53,38 +53,6 @@ class TestForward:
         expected = loop_mixer(part(dict(model.state_dict()), "backbone.layers.1.mixer."), model.config.ssm_cfg, u[0])
         torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
 
-    def test_config_decides_the_parameters(self) -> None:
-        named = {name: dict(llamba(**config).named_parameters()) for name, config in VARIANTS.items()}
-        z_bias, head = "backbone.layers.0.mixer.z_bias", "lm_head.weight"
-        for name, parameters in named.items():
-            assert (z_bias in parameters) == ("no z_bias" not in name)
-            assert (head in parameters) == (name != "tied")
-            assert ("lm_head.bias" in parameters) == (name == "head bias")
-
-    def test_causality(self) -> None:
-        model, ids = llamba(), tokens()
-        changed = ids.clone()
-        changed[:, 11] = (ids[:, 11] + 1) % 50 + 3
-        before, after = full(model, ids), full(model, changed)
-        torch.testing.assert_close(before[:, :11], after[:, :11], atol=1e-6, rtol=0)
-        assert ((before - after).abs().amax((0, 2))[11:] > 1e-4).all()
-
-    def test_embeddings_instead_of_tokens(self) -> None:
-        model, ids = llamba(), tokens()
-        embedded = model.get_input_embeddings()(ids)
-        assert torch.equal(model(inputs_embeds=embedded, use_cache=False).logits, full(model, ids))
-        with pytest.raises(ValueError, match="exactly one"):
-            model(ids, inputs_embeds=embedded)
-
-    def test_what_is_asked_for_comes_back(self) -> None:
-        model, ids = llamba(), tokens()
-        output = model(ids, use_cache=False, logits_to_keep=2, output_hidden_states=True)
-        torch.testing.assert_close(output.logits, full(model, ids)[:, -2:])
-        assert output.cache is None and len(output.hidden_states) == 4
-        assert torch.equal(output.hidden_states[0], model.get_input_embeddings()(ids))
-        assert torch.equal(model.lm_head(output.hidden_states[-1]), full(model, ids))
-        assert torch.equal(model(ids, use_cache=False, return_dict=False)[0], full(model, ids))
-
 
 class TestDecoding:
     @every_variant
@@ -98,7 +66,7 @@ class TestDecoding:
         assert_close(torch.cat(steps, 1), loop_logits(model, ids))
 
     @every_variant
-    @pytest.mark.parametrize("border", [1, 2, 9, 20])
+    @for_each("border", [1, 2, 9, 20])
     def test_several_tokens_after_a_prefix(self, config: dict, border: int) -> None:
         model, ids = llamba(**config), tokens()
         first = model(ids[:, :border], use_cache=True)
@@ -106,7 +74,7 @@ class TestDecoding:
         assert_close(torch.cat([first.logits, second.logits], 1), loop_logits(model, ids))
 
     @every_variant
-    @pytest.mark.parametrize("side", ["left", "right"])
+    @for_each("side", ["left", "right"])
     def test_padded_batch_equals_single_prompts(self, side: Any, config: dict) -> None:
         model, rows = llamba(**config), [tokens(1, n, seed=n)[0] for n in (9, 14, 2)]
         ids, mask = pad(rows, side)
@@ -115,78 +83,10 @@ class TestDecoding:
         for b, row in enumerate(rows):
             assert_close(logits[b][mask[b].bool()], loop_logits(model, row[None])[0])
 
-    def test_left_padded_prefix_then_decode(self) -> None:
-        """By hand, the mask growing with the tokens, one and then three at a time."""
-        model, rows = llamba(), [tokens(1, n, seed=n)[0] for n in (13, 18)]
-        ids, mask = pad(rows, "left")
-        output, steps = model(ids[:, :12], attention_mask=mask[:, :12], use_cache=True), []
-        for start, end in ((12, 13), (13, 14), (14, 17), (17, 18)):
-            cache = output.cache
-            output = model(ids[:, start:end], attention_mask=mask[:, :end], cache=cache, use_cache=True)
-            steps.append(output.logits)
-        for b, row in enumerate(rows):
-            assert_close(torch.cat(steps, 1)[b], loop_logits(model, row[None])[0, -6:])
-
-    def test_padding_of_the_second_part_is_seen(self) -> None:
-        model, row = llamba(), tokens(1, 12)[0]
-        ids, mask = pad([row, tokens(1, 16)[0]], "left")
-        first = model(ids[:, :2], attention_mask=mask[:, :2], use_cache=True)
-        second = model(ids[:, 2:], attention_mask=mask, cache=first.cache, use_cache=True)
-        assert_close(second.logits[0, -12:], loop_logits(model, row[None])[0])
-
-    def test_state_does_not_grow(self) -> None:
-        model = llamba()
-        cache = DynamicCache(config=model.config)
-        for length in (9, 5, 1):
-            model(tokens(2, length), cache=cache, use_cache=True)
-            states = [(slot.conv_states[0].shape, slot.recurrent_states[0].shape) for slot in cache.layers]
-            assert states == [((2, HIDDEN + 2 * 2 * STATE, 4), (2, HEADS, HEAD_DIM, STATE))] * 3
-
-
-class TestGenerate:
-    def test_greedy_is_the_argmax_of_a_forward(self) -> None:
-        model, ids = llamba(), tokens(length=9)
-        greedy = generate(model, ids)
-        assert torch.equal(greedy, generate(model, ids, use_cache=False))
-        for t in range(8):
-            longer = torch.cat([ids, greedy[:, :t]], 1)
-            assert torch.equal(full(model, longer)[:, -1].argmax(-1), greedy[:, t])
-
-    def test_beams(self) -> None:
-        model, ids = llamba(), tokens(length=9)
-        beams = generate(model, ids, num_beams=3)
-        assert torch.equal(beams, generate(model, ids, num_beams=3, use_cache=False))
-        assert not torch.equal(beams, generate(model, ids)), "these beams never left the greedy path: nothing tested"
-
-    @pytest.mark.parametrize("beams", [1, 3])
-    def test_left_padded(self, beams: int) -> None:
-        model, rows = llamba(), [tokens(1, n, seed=n)[0] for n in (5, 11)]
-        together = generate(model, *pad(rows, "left"), num_beams=beams)
-        for b, row in enumerate(rows):
-            assert torch.equal(together[b], generate(model, row[None], num_beams=beams)[0])
-
-    def test_sampling(self) -> None:
-        model, ids, drawn = llamba(), tokens(length=9), []
-        for cached in (True, False):
-            torch.manual_seed(0)
-            drawn.append(generate(model, ids, do_sample=True, top_k=0, use_cache=cached))
-        assert torch.equal(*drawn) and not torch.equal(drawn[0], generate(model, ids))
-
 
 class TestPrecision:
-    def test_state_and_decay_stay_in_fp32(self, tmp_path: Path) -> None:
-        model, ids = llamba(), tokens(2, 60)
-        model.save_pretrained(tmp_path)
-        half = LlambaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-        assert half.backbone.layers[0].mixer.in_proj.weight.dtype == torch.bfloat16
-        cache = half(ids, use_cache=True).cache
-        assert {slot.recurrent_states[0].dtype for slot in cache.layers} == {torch.float32}
-        logits = full(half, ids)
-        assert logits.dtype == torch.float32
-        assert (logits - full(model, ids)).abs().max() < 0.5
-
-    @pytest.mark.parametrize("autocast", [False, True])
-    @pytest.mark.parametrize("at_once", [False, True])
+    @for_each("autocast", [False, True])
+    @for_each("at_once", [False, True])
     def test_slow_decay_is_not_rounded_away(self, at_once: bool, autocast: bool) -> None:
         """A bf16 state that holds 256 forgets what adds 1 to it; a bf16 decay of 0.999 is 1."""
         config = llamba_config(n_qk_heads=1, n_layer=1, ssm={"d_state": 1, "bias": True})
@@ -218,30 +118,6 @@ class TestTraining:
         for name, one, other in zip(names, found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
             assert one.abs().max() > 1e-3, name
-
-    @pytest.mark.parametrize("reentrant", [False, True])
-    def test_checkpointing_keeps_gradients(self, reentrant: bool) -> None:
-        model, batch = llamba().train(), prompts((9, 14, 12))
-        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-        found: list[dict[str, Tensor]] = []
-        for checkpointing in (False, True):
-            if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-                model.enable_input_require_grads()
-            model.zero_grad()
-            model(batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss.backward()
-            found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        for name, gradient in found[0].items():
-            torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-5)
-            assert gradient.abs().max() > 1e-7, name
-
-    def test_loss_is_of_the_next_token(self) -> None:
-        model, ids = llamba(pad_vocab_size_multiple=8), tokens()
-        labels = ids.clone()
-        labels[:, :5] = -100
-        output = model(ids, labels=labels)
-        expected = F.cross_entropy(output.logits[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten())
-        torch.testing.assert_close(output.loss, expected)
 
 
 def published_tensors(config: LlambaConfig) -> dict[str, Tensor]:
@@ -296,9 +172,9 @@ class TestCheckpoint:
         },
     }
 
-    @pytest.mark.parametrize("tied", [False, True])
-    @pytest.mark.parametrize("pickled", [False, True])
-    @pytest.mark.parametrize("kind", [LlambaForCausalLM, AutoModelForCausalLM])
+    @for_each("tied", [False, True])
+    @for_each("pickled", [False, True])
+    @for_each("kind", [LlambaForCausalLM, AutoModelForCausalLM])
     def test_published_files_load(self, tied: bool, pickled: bool, kind: Any, tmp_path: Path) -> None:
         fields = {**self.PUBLISHED, "tie_embeddings": tied}
         (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -324,25 +200,6 @@ class TestCheckpoint:
         assert model.backbone.layers[-1].mixer.in_proj.weight.shape == (rows, width)
         assert model.backbone.embedding.weight.shape == (128256, width) and len(model.backbone.layers) == layers
 
-    @every_variant
-    def test_round_trip(self, config: dict, tmp_path: Path) -> None:
-        model = llamba(**config, pad_vocab_size_multiple=8, resid_dropout=0.0)
-        model.save_pretrained(tmp_path)
-        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-        assert type(loaded) is LlambaForCausalLM
-        assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        assert torch.equal(full(loaded.eval(), tokens()), full(model, tokens()))
-        ours, theirs = model.config.to_dict(), AutoConfig.from_pretrained(tmp_path).to_dict()
-        assert all(ours[name] == theirs[name] for name in set(ours) - {"_name_or_path"})
-        assert theirs["resid_dropout"] == 0.0 and theirs["vocab_size"] == 64
-
-    def test_config_has_the_usual_names(self) -> None:
-        config = llamba_config(tie_embeddings=True)
-        assert (config.hidden_size, config.num_hidden_layers, config.tie_word_embeddings) == (HIDDEN, 3, True)
-        assert (config.num_heads, config.head_dim, config.n_groups, config.state_size) == (HEADS, HEAD_DIM, 2, STATE)
-        assert config.layer_types == ["linear_attention"] * 3 and config.number_of_conv_states == 2
-        assert LlambaConfig(hidden_size=64, num_hidden_layers=1).d_model == 64
-
     @pytest.mark.parametrize(
         ("ssm", "field"),
         [({"n_v_heads": 5}, "n_v_heads"), ({"n_qk_heads": 3}, "n_qk_heads"), ({"activation": "relu"}, "activation")],
@@ -363,7 +220,3 @@ class TestCheckpoint:
         assert full(model, tokens()).shape[-1] == 72 == model.config.vocab_size
         model.save_pretrained(tmp_path)
         assert torch.equal(full(LlambaForCausalLM.from_pretrained(tmp_path).eval(), tokens()), full(model, tokens()))
-
-    def test_resizing_to_a_multiple_that_is_no_whole_number_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="multiple of"):
-            llamba().resize_token_embeddings(70, pad_to_multiple_of=1.5)

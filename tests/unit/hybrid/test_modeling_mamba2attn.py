@@ -5,13 +5,13 @@ from __future__ import annotations
 import cmath
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM, MambaSsmAttention
+from tests.support.loops import for_each
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.pico import pad, pico_site, tokens
 
@@ -102,7 +102,7 @@ def assert_close(found: Tensor, expected: Tensor, atol: float = 3e-5) -> None:
     torch.testing.assert_close(found.double(), expected.double(), atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
+@for_each("case", list(CASES))
 @torch.no_grad()
 def test_the_layer_is_mamba_ssms(case: str) -> None:
     model = attn_model(case).double()
@@ -116,7 +116,7 @@ def test_the_layer_is_mamba_ssms(case: str) -> None:
     assert_close(torch.cat(steps, dim=1), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", CASES)
+@for_each("case", list(CASES))
 @torch.no_grad()
 def test_the_model_is_mamba_ssms(case: str) -> None:
     model = attn_model(case)
@@ -124,7 +124,7 @@ def test_the_model_is_mamba_ssms(case: str) -> None:
     assert_close(model(ids).logits[0], naive_model(ids[0], model))
 
 
-@pytest.mark.parametrize("case", CASES)
+@for_each("case", list(CASES))
 @torch.no_grad()
 def test_cached_decoding_is_the_full_forward(case: str) -> None:
     model, ids = attn_model(case), tokens(2, 14)
@@ -137,8 +137,8 @@ def test_cached_decoding_is_the_full_forward(case: str) -> None:
     assert_close(torch.cat(parts, dim=1), full)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", CASES)
+@for_each("implementation", ["sdpa", "eager"])
+@for_each("case", list(CASES))
 @torch.no_grad()
 def test_left_padding_changes_nothing(case: str, implementation: str) -> None:
     model = attn_model(case)
@@ -156,22 +156,14 @@ def test_left_padding_changes_nothing(case: str, implementation: str) -> None:
         assert_close(output.logits[b, -1], alone[-1])
 
 
-@pytest.mark.parametrize("case", ["plain", "rotary", "mlp"])
-def test_beams_are_those_without_a_cache(case: str) -> None:
-    model = attn_model(case)
-    ids, mask = pad([tokens(1, n, seed=n)[0] for n in (5, 8)], "left")
-    options = {"attention_mask": mask, "num_beams": 3, "do_sample": False, "max_new_tokens": 6}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
-
-
-@pytest.mark.parametrize("case", ["plain", "rotary"])
+@for_each("case", ["plain", "rotary"])
 def test_the_cache_keeps_what_each_layer_needs(case: str) -> None:
     model = attn_model(case, splice=[pico_site(3)])
     own = "hybrid" if case == "rotary" else "full_attention"
     assert model.config.layer_types == [own, "linear_attention", own, "hybrid"]
 
 
-@pytest.mark.parametrize("case", ["plain", "mlp"])
+@for_each("case", ["plain", "mlp"])
 @torch.no_grad()
 def test_heads_can_be_spliced_into_its_mamba2_layers(case: str) -> None:
     ids, mask = pad([tokens(1, n, seed=n)[0] for n in (7, 12)], "left")
@@ -184,34 +176,3 @@ def test_heads_can_be_spliced_into_its_mamba2_layers(case: str) -> None:
     first = hybrid(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
     last = hybrid(ids[:, -1:], attention_mask=mask, cache=first.cache)
     assert_close(last.logits[:, -1], logits[:, -1])
-
-
-def test_rows_of_spliced_heads_come_back() -> None:
-    model = attn_model(splice=[pico_site(1)])
-    rows = model(tokens(2, 9), splice_queries=torch.tensor([[8], [4]]), use_cache=False).splice_attentions
-    assert len(rows) == 1
-    assert_close(rows[0].sum(-1), torch.ones(2, 1, 1))
-
-
-def test_no_token_sees_the_future() -> None:
-    model = attn_model("mlp")
-    embeds = model.get_input_embeddings()(tokens(1, 10)).detach().requires_grad_()
-    model(inputs_embeds=embeds).logits[0, 4].sum().backward()
-    assert embeds.grad is not None
-    assert bool(embeds.grad[0, :5].any())
-    assert not bool(embeds.grad[0, 5:].any())
-
-
-def test_checkpointing_gives_the_same_gradients() -> None:
-    found = []
-    for checkpointing in (False, True):
-        model = attn_model("mlp").train()
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        ids = tokens(2, 9)
-        model(ids, labels=ids).loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    assert found[0].keys() == found[1].keys()
-    for name, grad in found[0].items():
-        assert grad is not None, name
-        torch.testing.assert_close(grad, found[1][name], msg=name)

@@ -7,7 +7,6 @@ them.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import surgery.hybrid.attention
-import surgery.hybrid.model
-from surgery.hybrid.packing import SpliceRows, convolved, marked_documents, packed_masks, positions_of
+from surgery.hybrid import modeling_hybrid
+from surgery.hybrid.modeling_hybrid import (
+    SplicePass,
+    SpliceRows,
+    Unpacked,
+    convolved,
+    marked_documents,
+    packed_masks,
+    positions_of,
+)
 from surgery.models.torch_scans import torch_scans
 from tests.support.battery import trained
 from tests.support.kernels import with_kernels
-from tests.support.pico import PAD, SPLICED_FAMILIES, pico_hybrid, pico_site, random_site, randomise, tokens
+from tests.support.loops import for_each
+from tests.support.pico import PAD, SPLICED_FAMILIES, pico_hybrid, pico_site, random_site, tokens
 from tests.unit.splice.test_inserted import trained as inserted
 
 FAMILIES = ("mamba2", "mamba2attn", "bamba", "granite", "zamba2", "nemotron_h")
@@ -30,8 +37,8 @@ EXPERTS = ("granite", "nemotron_h", "inserted")  # torch multiplies theirs in fp
 LENGTHS = ((9, 7, 5), (11, 1, 6))  # by row; the second has padding at its end
 T = 21
 CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
-every_family = pytest.mark.parametrize("name", FAMILIES)
-every_path = pytest.mark.parametrize("fuses", [True, False], ids=["fused", "unfused"])
+every_family = for_each("name", FAMILIES)
+every_path = for_each("fuses", [True, False])
 
 
 def hybrid(name: str) -> Any:
@@ -99,18 +106,6 @@ def assert_apart(model: Any, name: str = "mamba2") -> None:
                 assert not torch.allclose(ours, theirs, atol=1e-3)
 
 
-class TestStandIns:
-    @every_family
-    @every_path
-    def test_they_compute_what_transformers_does(self, name: str, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = exact(trained(name), name).train()
-        ids = tokens(2, T)
-        with torch.no_grad():
-            expected = model(ids, use_cache=False).logits
-            with_kernels(monkeypatch, fuses=fuses)
-            torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=1e-5, rtol=0)
-
-
 class TestPlaces:
     def test_documents_are_counted_from_zero_where_the_index_changes(self) -> None:
         index = torch.tensor([[4, 4, 4, 2, 2, 4], [0, 0, 1, 1, 1, 1]])
@@ -142,7 +137,7 @@ class TestPlaces:
             with pytest.raises(ValueError, match=r"^attention_mask: .* needs to be \(B,T\), or None"):
                 marked_documents(*given, masks)
 
-    @pytest.mark.parametrize("kernel", [1, 2, 4])
+    @for_each("kernel", [1, 2, 4])
     def test_a_convolution_begins_again(self, kernel: int) -> None:
         """Values and gradients of each document alone."""
         torch.manual_seed(0)
@@ -161,8 +156,8 @@ class TestPlaces:
 
 
 class TestBranch:
-    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-    @pytest.mark.parametrize("site", [pico_site(0, [1, 3]), random_site(0)], ids=["ssm", "random"])
+    @for_each("implementation", ["eager", "sdpa"])
+    @for_each("site", [pico_site(0, [1, 3]), random_site(0)])
     def test_a_document_sees_itself(self, site: dict, implementation: str) -> None:
         """Output and rows, without any scan."""
         model = exact(pico_hybrid([site], attn_implementation=implementation)).requires_grad_(False)
@@ -170,39 +165,25 @@ class TestBranch:
         u_BTD = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         masks = packed_masks(model.config, u_BTD, positions_of(index))
         rows = SpliceRows(torch.arange(T).expand(2, T), index)
-        found = branch(u_BTD, causal_mask=masks["full_attention"], rows=rows, documents=index)[0]
+        found = branch(u_BTD, None, SplicePass(causal=masks["full_attention"], rows=rows, documents=index))[0]
         (attended,) = rows.take()
         for row, span in places():
             length, part = span.stop - span.start, u_BTD[row : row + 1, span]
             causal = packed_masks(model.config, part, torch.arange(length)[None])["full_attention"]
             single = SpliceRows(torch.arange(length)[None])
-            expected = branch(part, causal_mask=causal, rows=single)[0]
+            expected = branch(part, None, SplicePass(causal=causal, rows=single))[0]
             torch.testing.assert_close(found[row, span], expected[0], atol=1e-6, rtol=0)
             torch.testing.assert_close(attended[row, :, span, span], single.take()[0][0], atol=1e-6, rtol=0)
             outside = attended[row, :, span].clone()
             outside[..., span] = 0
             assert not outside.any()
 
-    @pytest.mark.parametrize("init", ["ssm", "random", "teacher"])
-    @pytest.mark.parametrize("mode", ["add", "replace"])
-    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-    def test_every_kind_of_head(
-        self, init: str, mode: str, implementation: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @for_each("init", ["ssm", "random", "teacher"])
+    @for_each("mode", ["add", "replace"])
+    def test_every_kind_of_head(self, init: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with_kernels(monkeypatch)
         model = exact(trained("mamba2", mode=mode, init=init)).train()
-        model.set_attn_implementation(implementation)
         assert_apart(model)
-
-    @pytest.mark.skipif(not os.environ.get("SURGERY_SLOW_TESTS"), reason="flex_attention compiles for 20 s on a CPU")
-    def test_flex(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with_kernels(monkeypatch)
-        site = {**random_site(1), "qk_width": 16, "v_width": 16}  # flex wants widths of 16 at least
-        model = randomise(pico_hybrid([site]), 3).requires_grad_(False)
-        expected = logits(model, documents())
-        model.set_attn_implementation("flex_attention")
-        for ours, theirs in zip(logits(model, documents()), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 class TestModels:
@@ -218,16 +199,6 @@ class TestModels:
         with torch_scans(model):
             assert_apart(model, name)
 
-    @every_family
-    def test_without_a_splice(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The family's own attention layers, by the hybrid's class."""
-        with_kernels(monkeypatch)
-        config = copy.deepcopy(trained(name).config)
-        config.splice = None
-        if name == "granite":
-            config.layer_types = config.layers_block_type
-        assert_apart(exact(randomise(type(trained(name))(config), 7), name).eval(), name)
-
     def test_rows_of_a_document_are_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with_kernels(monkeypatch)
         model, (ids, index) = exact(trained("mamba2")), packed(documents())
@@ -238,23 +209,6 @@ class TestModels:
                 single = model(part, splice_queries=query, use_cache=False).splice_attentions
                 for ours, theirs in zip(found.splice_attentions, single, strict=True):
                     torch.testing.assert_close(ours[row, :, place, start:stop], theirs[0, :, 0], atol=1e-6, rtol=0)
-
-    def test_an_index_that_comes_again_is_another_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with_kernels(monkeypatch)
-        model, (ids, index) = exact(trained("mamba2")).eval(), packed(documents())
-        with torch.no_grad():
-            expected = model(ids, seq_idx=index, use_cache=False).logits
-            assert torch.equal(model(ids, seq_idx=index % 2, use_cache=False).logits, expected)
-
-    def test_positions_may_be_given_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with_kernels(monkeypatch)
-        model, (ids, index) = trained("bamba"), packed(documents())
-        given = {"seq_idx": index, "use_cache": False}
-        with torch.no_grad():
-            expected = model(ids, **given).logits
-            assert torch.equal(model(ids, position_ids=positions_of(index), **given).logits, expected)
-        with pytest.raises(ValueError, match="start at 0 in every document"):
-            model(ids, position_ids=torch.arange(T)[None], **given)
 
 
 def ways(ids: Tensor, index: Tensor) -> dict[str, dict[str, Any]]:
@@ -272,7 +226,7 @@ def ways(ids: Tensor, index: Tensor) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("name", [*SPLICED_FAMILIES, "inserted"])
+@for_each("name", [*SPLICED_FAMILIES, "inserted"])
 class TestWithoutKernels:
     """What callers of flash attention and `DataCollatorWithFlattening` pass, where no scan keeps documents apart."""
 
@@ -334,6 +288,43 @@ class TestWithoutKernels:
                     part(ids, **given)
 
 
+class TestMarks:
+    def test_zeros_at_the_end_cost_one_row_each(self) -> None:
+        """Positions of padding are often 0: each is a document of one token, and none is as long as the longest."""
+        documents_BT = torch.cat([torch.zeros(64), torch.arange(1, 193)]).int()[None].expand(2, -1)
+        unpacked = Unpacked(documents_BT)
+        assert [tuple(place_NL.shape) for place_NL, _ in unpacked.groups] == [(2, 64), (2 * 192, 1)]
+        x_BTD = torch.randn(2, 256, 3)
+        parts = [{"x": unpacked.split(x_BTD, place_NL)} for place_NL, _ in unpacked.groups]
+        assert torch.equal(unpacked.joined(parts)["x"], x_BTD)
+
+    def test_padding_marked_by_zeros_changes_no_document(self) -> None:
+        model, ids = exact(trained("mamba")), tokens(1, T)
+        positions = torch.cat([torch.arange(9), torch.arange(5), torch.zeros(7, dtype=torch.long)])[None]
+        with torch.no_grad():
+            found = model(ids, position_ids=positions, use_cache=False).logits
+            for begin, end in ((0, 9), (9, 14)):
+                expected = model(ids[:, begin:end], use_cache=False).logits
+                torch.testing.assert_close(found[:, begin:end], expected, **close())
+
+    def test_a_mask_that_numbers_documents_is_refused(self) -> None:
+        model, mask = trained("mamba2"), torch.tensor([[1] * 9 + [2] * 12])
+        for bad in (mask, 2 * mask, -mask):
+            with pytest.raises(ValueError, match=r"^attention_mask: values other than 0 and 1\. Mark .* by seq_idx"):
+                model(tokens(1, T), attention_mask=bad, use_cache=False)
+        for good in ((mask > 1).long(), (mask > 1), (mask > 1).float()):
+            model(tokens(1, T), attention_mask=good, use_cache=False)
+
+    def test_lengths_may_be_a_list(self) -> None:
+        model, ids = trained("mamba2"), tokens(1, T)
+        with torch.no_grad():
+            expected = model(ids, cu_seq_lens_q=torch.tensor([0, 9, T]), use_cache=False).logits
+            assert torch.equal(model(ids, cu_seq_lens_q=[0, 9, T], use_cache=False).logits, expected)
+        for bad in ([0, 9], [[0, T]], ["a"], 7):
+            with pytest.raises(ValueError, match=r"^cu_seq_lens_q: "):
+                model(ids, cu_seq_lens_q=bad, use_cache=False)
+
+
 def _plain_masks(config: Any, embeds: Tensor, positions: Tensor) -> dict[str, Any]:
     return packed_masks(config, embeds, torch.arange(positions.shape[1]).expand_as(positions))
 
@@ -346,12 +337,12 @@ def _one_convolution(conv1d: nn.Module, kernel: int, x: Tensor, length: int, _: 
 LEAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "state": lambda patch: with_kernels(patch, reset_state=False),
     "convolution": lambda patch: with_kernels(patch, reset_convolution=False),
-    "mask": lambda patch: patch.setattr(surgery.hybrid.model, "packed_masks", _plain_masks),
-    "convolution of the branch": lambda patch: patch.setattr(surgery.hybrid.attention, "convolved", _one_convolution),
+    "mask": lambda patch: patch.setattr(modeling_hybrid, "packed_masks", _plain_masks),
+    "convolution of the branch": lambda patch: patch.setattr(modeling_hybrid, "convolved", _one_convolution),
 }
 
 
-@pytest.mark.parametrize("leak", LEAKS)
+@for_each("leak", list(LEAKS))
 @every_path
 def test_what_is_broken_shows(leak: str, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with_kernels(monkeypatch, fuses=fuses)

@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 
-from surgery.errors import ModelError, PlanError
-from surgery.export.folder import export_model
-from surgery.hybrid.configuration import ENTRY, auto_map, module_of, outside_modules
-from surgery.hybrid.sites import BRANCHES, BUILT_IN, register_branch
+from surgery.errors import PlanError
+from surgery.hybrid.configuration_hybrid import BRANCHES, BUILT_IN, ENTRY, auto_map, outside_modules, register_branch
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from tests.support.battery import base, every_spliced, plan_of, trained
-from tests.support.pico import pico_config, pico_tokenizer
+from tests.support.battery import base, plan_of, trained
+from tests.support.loops import for_each
+from tests.support.pico import SPLICED_FAMILIES, pico_config
 from tests.unit.splice.test_plan import chosen
 
 BRANCH = """
-from surgery.hybrid.attention import RandomAttention
-from surgery.hybrid.sites import register_branch
+from surgery.hybrid.modeling_hybrid import RandomAttention
+from surgery.hybrid.configuration_hybrid import register_branch
 
 
 @register_branch("planted")
@@ -57,12 +56,12 @@ def test_the_built_in_names_are_those_registered() -> None:
 
 
 def test_a_name_belongs_to_one_class() -> None:
-    with pytest.raises(ValueError, match=r"'ssm': surgery\.hybrid\.attention\.SplicedAttention has this name already"):
+    with pytest.raises(ValueError, match=r"'ssm': .*modeling_hybrid\.SplicedAttention has this name already"):
         register_branch("ssm")(type("Other", (), {}))
     assert register_branch("ssm")(BRANCHES["ssm"]) is BRANCHES["ssm"]
 
 
-@every_spliced
+@for_each("name", SPLICED_FAMILIES)
 def test_classes_of_the_library_need_no_more_files(name: str) -> None:
     config = trained(name).config
     assert outside_modules(config) == {}
@@ -71,16 +70,16 @@ def test_classes_of_the_library_need_no_more_files(name: str) -> None:
 
 
 def test_a_branch_travels_with_an_entry_module(plant: Any) -> None:
-    cls = plant(BRANCH)
+    plant(BRANCH)
     config = splice_model(base("bamba"), plan_of(base("bamba"), init="planted")).config
     modules = outside_modules(config)
     assert auto_map(config)["AutoModel"] == f"{ENTRY}.BambaHybridModel"
-    assert module_of(cls)[1] == BRANCH.replace("surgery.hybrid.", ".").encode()
+    assert modules["planted_branch.py"] == BRANCH.replace("surgery.hybrid.", ".").encode()
     entry = modules[f"{ENTRY}.py"].decode()
     assert "from .planted_branch import PlantedAttention" in entry
     assert "from .modeling_bamba_hybrid import BambaHybridConfig, BambaHybridForCausalLM, BambaHybridModel" in entry
-    assert {"planted_branch.py", "attention.py", "sites.py", "mixer.py", "modeling_bamba_hybrid.py"} <= set(modules)
-    assert not any(b"surgery.hybrid" in text for name, text in modules.items() if name == "planted_branch.py")
+    own = {"configuration_hybrid.py", "modeling_hybrid.py", "modeling_bamba_hybrid.py"}
+    assert set(modules) == {"planted_branch.py", f"{ENTRY}.py", *own}
 
 
 @pytest.mark.parametrize(
@@ -88,16 +87,10 @@ def test_a_branch_travels_with_an_entry_module(plant: Any) -> None:
     [
         ("import surgery.recipe\n" + BRANCH, "planted_branch", r"imports surgery\.recipe, line 1"),
         ("from surgery import hybrid\n" + BRANCH, "planted_branch", r"imports surgery, line 1"),
-        (BRANCH, "attention", r"Rename attention\.py"),
+        (BRANCH, "modeling_hybrid", r"Rename modeling_hybrid\.py"),
     ],
 )
-def test_what_cannot_travel_is_refused_before_a_run_and_at_export(
-    text: str, name: str, says: str, plant: Any, tmp_path: Path
-) -> None:
+def test_what_cannot_travel_is_refused_before_a_run(text: str, name: str, says: str, plant: Any) -> None:
     plant(text, name)
     with pytest.raises(PlanError, match=rf"^splice\.init: planted\. PlantedAttention cannot travel.*{says}"):
         make_plan(chosen("L1H2"), pico_config(), Splice.model_validate({"init": "planted"}))
-    hybrid = splice_model(base("mamba2"), plan_of(base("mamba2"), init="planted"))
-    with pytest.raises(ModelError, match=says):
-        export_model(hybrid, pico_tokenizer(), tmp_path / "export")
-    assert not (tmp_path / "export").exists()

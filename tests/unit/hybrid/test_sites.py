@@ -10,55 +10,29 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from tests.support.battery import every_init, every_spliced, trained
+from tests.support.battery import trained
+from tests.support.loops import for_each
+from tests.support.pico import SPLICED_FAMILIES
 
 MISSING = object()
 # What no family takes, by field; an entry of two heads in the first layer is changed.
-WRONG: list[tuple[str, Any]] = [
-    ("layer", MISSING),
-    ("layer", "0"),
-    ("layer", True),
-    ("layer", -1),
-    ("layer", 99),
-    ("layer", 1.0),
-    ("heads", MISSING),
-    ("heads", []),
-    ("heads", [1, 1]),
-    ("heads", [0, 4]),
-    ("heads", [-1, 2]),
-    ("heads", ["1", 2]),
-    ("heads", 3),
-    ("heads", None),
-    ("head_dim", MISSING),
-    ("head_dim", 7),
-    ("head_dim", 0),
-    ("mode", MISSING),
-    ("mode", "swap"),
-    ("mode", ["add"]),
-    ("init", MISSING),
-    ("init", "copy"),
-    ("unit", "block"),
-    ("unit", None),
-    ("reads", MISSING),
-    ("reads", ["answer_token"]),
-    ("reads", "answer_token"),
-    ("qk_width", MISSING),
-    ("qk_width", 0),
-    ("qk_width", "8"),
-    ("v_width", MISSING),
-    ("v_width", 2.5),
-    ("conv_kernel", MISSING),
-    ("conv_kernel", -1),
-    ("activation", MISSING),
-    ("activation", "relu"),
-    ("gate", MISSING),
-    ("gate", 1),
-    ("bias", MISSING),
-    ("bias", "yes"),
-    ("norm_eps", MISSING),
-    ("norm_eps", 0),
-    ("norm_eps", float("nan")),
-]
+VALUES: dict[str, list[Any]] = {
+    "layer": [MISSING, "0", True, -1, 99, 1.0],
+    "heads": [MISSING, [], [1, 1], [0, 4], [-1, 2], ["1", 2], 3, None],
+    "head_dim": [MISSING, 7, 0],
+    "mode": [MISSING, "swap", ["add"]],
+    "init": [MISSING, "copy"],
+    "unit": ["block", None],
+    "reads": [MISSING, ["answer_token"], "answer_token"],
+    "qk_width": [MISSING, 0, "8"],
+    "v_width": [MISSING, 2.5],
+    "conv_kernel": [MISSING, -1],
+    "activation": [MISSING, "relu"],
+    "gate": [MISSING, 1],
+    "bias": [MISSING, "yes"],
+    "norm_eps": [MISSING, 0, float("nan")],
+}
+WRONG = [(field, value) for field, values in VALUES.items() for value in values]
 BY_INIT: dict[str, list[tuple[str, Any]]] = {
     "ssm": [],
     "random": [("conv_kernel", 0), ("conv_bias", MISSING)],
@@ -82,8 +56,8 @@ def changed(site: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     return {k: v for k, v in site.items() if k != field} | ({} if value is MISSING else {field: value})
 
 
-@every_spliced
-@every_init
+@for_each("name", SPLICED_FAMILIES)
+@for_each("init", ["ssm", "random", "teacher"])
 class TestEntries:
     def test_what_is_right_is_taken(self, name: str, init: Any) -> None:
         """As a list of mappings; an entry of an older release names no unit."""
@@ -116,7 +90,7 @@ class TestEntries:
             rebuilt(config, [first, "L0H1"])
 
 
-@every_spliced
+@for_each("name", SPLICED_FAMILIES)
 class TestPlaces:
     def test_a_layer_that_takes_no_splice(self, name: str) -> None:
         """Attention, MLPs, and Zamba2's layers with a shared block; the error names the others."""

@@ -23,11 +23,12 @@ from transformers import (
 )
 
 import surgery.hybrid
-from surgery.hybrid.streams import StreamAttention
+from surgery.hybrid.modeling_hybrid import HybridMixerMixin
 from surgery.models.lookup import family_of, mixer_of
-from tests.support.battery import base, every_mode, every_spliced, logits, trained
+from tests.support.battery import base, logits, trained
 from tests.support.kernels import with_kernels
-from tests.support.pico import tokens
+from tests.support.loops import for_each
+from tests.support.pico import SPLICED_FAMILIES, tokens
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
 READ_DIRECTLY = ("dt_proj",)  # plain Mamba-1 multiplies with its weight, past the module
@@ -68,7 +69,7 @@ def replace_projections(model: nn.Module, make: Any) -> None:
             setattr(model.get_submodule(parent), last, make(module))
 
 
-@every_spliced
+@for_each("name", SPLICED_FAMILIES)
 def test_default_adapters_train_and_others_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT finds targets by itself, and no fused kernel bypasses one. An adapter that the scan bypasses raises."""
     monkeypatch.delitem(LORA_DEFAULTS, trained(name).config.model_type, raising=False)
@@ -76,7 +77,7 @@ def test_default_adapters_train_and_others_are_refused(name: str, monkeypatch: p
     adapted = get_peft_model(copy.deepcopy(trained(name)), LoraConfig(task_type="CAUSAL_LM", r=2)).train()
     adapted(tokens(), labels=tokens()).loss.backward()
     gradients = {key: parameter.grad for key, parameter in adapted.named_parameters() if "lora_B" in key}
-    mixers = [m for m in trained(name).modules() if hasattr(m, "splice_attention")]
+    mixers = [m for m in trained(name).modules() if isinstance(m, HybridMixerMixin)]
     assert len(gradients) >= 2 * len(mixers) and all(g is not None and g.any() for g in gradients.values())
     if name != "llamba":  # which calls its convolution
         path = family_of(trained(name).config).sites(trained(name).config)[0].path
@@ -88,8 +89,8 @@ def test_default_adapters_train_and_others_are_refused(name: str, monkeypatch: p
             adapted.train()(tokens())
 
 
-@every_spliced
-@every_mode
+@for_each("name", SPLICED_FAMILIES)
+@for_each("mode", ["add", "replace"])
 class TestReplacedModules:
     def test_adapters_are_the_same_when_merged(self, name: str, mode: str) -> None:
         """LoRA on each projection of a spliced mixer: what it computes beside the weight and as part of it."""
@@ -115,6 +116,15 @@ class TestReplacedModules:
             torch.testing.assert_close(logits(model, tokens()), expected, **CLOSE)
         torch.testing.assert_close(logits(wrapped, tokens(), use_cache=True), expected, **CLOSE)
 
+    def test_a_copy_of_a_projection_is_a_projection(self, name: str, mode: str) -> None:
+        """Its hooks do not bring the mixer along."""
+        model = trained(name, mode)
+        for site in family_of(model.config).sites(model.config):
+            mixer = mixer_of(model, site)
+            for part in (getattr(mixer, key) for key in ("out_proj", "x_proj") if hasattr(mixer, key)):
+                hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+                assert not any(isinstance(value, HybridMixerMixin) for hook in hooks for value in vars(hook).values())
+
     def test_nothing_reaches_a_replaced_head(self, name: str, mode: str) -> None:
         """Whatever stands at `out_proj`: it takes zeros from the silenced channels, and from those alone."""
         model, seen = copy.deepcopy(trained(name, mode)), dict[str, Tensor]()
@@ -136,26 +146,9 @@ class TestReplacedModules:
             silent = sites[spec.layer]["heads"] if mode == "replace" else []
             assert [h for h, most in enumerate(heads) if most == 0] == sorted(silent)
 
-    def test_a_mixer_keeps_no_hooks(self, name: str, mode: str) -> None:
-        """They would go with the module that they were set on, and copies of it would bring the mixer along."""
-        model = trained(name, mode)
-        specs = [s for s in family_of(model.config).mixers(model.config) if s.is_ssm]
-        assert any(isinstance(m, StreamAttention) for m in model.modules()) == (name in ("mamba", "falcon_mamba"))
-        for module in (m for spec in specs for m in mixer_of(model, spec).modules()):
-            assert not module._forward_hooks or "output_capturing" in str(module._forward_hooks)
-            assert not module._forward_pre_hooks
 
-
-@every_spliced
+@for_each("name", SPLICED_FAMILIES)
 class TestBuilding:
-    def test_nothing_is_built_twice(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        like, built = trained(name), list[nn.Linear]()
-        original = nn.Linear.reset_parameters
-        monkeypatch.setattr(nn.Linear, "reset_parameters", lambda self: (built.append(self), original(self)))
-        model = type(like)(copy.deepcopy(like.config))
-        beside = 2 * len(getattr(model.config, "attn_layer_idx", None) or ())  # mamba_ssm's attention replaces a mixer
-        assert len({id(module) for module in built}) - beside == sum(isinstance(m, nn.Linear) for m in model.modules())
-
     def test_gradient_checkpointing_of_the_config(self, name: str) -> None:
         """As in the plain class: on in every block, and no longer in the config."""
         found = []
@@ -167,16 +160,10 @@ class TestBuilding:
             found.append((again.is_gradient_checkpointing, all(blocks), hasattr(config, "gradient_checkpointing")))
         assert found == [(True, True, False)] * 2
 
-    def test_what_stays_in_fp32_is_there(self, name: str) -> None:
-        """Every name is that of a parameter of the family, but for the experts', which not every model has."""
-        model = trained(name)
-        names = {key.rsplit(".", 1)[-1] for key, _ in model.named_parameters()}
-        assert set(model._keep_in_fp32_modules_strict) - {"e_score_correction_bias", "gate.weight"} <= names
 
-
-@every_spliced
+@for_each("name", SPLICED_FAMILIES)
 class TestMasksOfACache:
-    @pytest.mark.parametrize("new", [1, 3])
+    @for_each("new", [1, 3])
     def test_a_mask_of_the_new_tokens_alone(self, name: str, new: int) -> None:
         """Means what the whole mask means; so does one that is longer, for a cache of fixed size."""
         model, ids = trained(name), tokens(2, 9 + new)
@@ -188,16 +175,6 @@ class TestMasksOfACache:
                 given = {"cache": before.cache, "use_cache": True}
                 found = model(ids[:, 9:], attention_mask=mask, **given).logits
             torch.testing.assert_close(found, whole, **CLOSE, msg=lambda text, w=width: f"{w}: {text}")
-
-    def test_padding_among_the_new_tokens(self, name: str) -> None:
-        """A row that ends early: the tokens before its padding are as without it."""
-        model, ids, mask = trained(name), tokens(2, 13), torch.ones(2, 4, dtype=torch.bool)
-        mask[1, 2:] = False
-        with torch.no_grad():
-            before = model(ids[:, :9], use_cache=True)
-            given = {"cache": before.cache, "use_cache": True}
-            found = model(ids[:, 9:], attention_mask=mask, **given).logits
-        torch.testing.assert_close(found[mask], logits(model, ids)[:, 9:][mask], **CLOSE)
 
     def test_any_other_width_is_refused(self, name: str) -> None:
         model, ids = trained(name), tokens(2, 12)
@@ -233,21 +210,11 @@ def test_masks_of_a_cache_in_a_compiled_model(kind: Any) -> None:
             assert torch.equal(compiled(mask), whole_mask(mask)) and whole_mask(mask).shape == (2, 12)
 
 
-@every_spliced
-def test_positions_reach_branches_with_rotary_positions(name: str) -> None:
-    model, ids = trained(name, init="teacher"), tokens(2, 12)
-    counted = torch.arange(12)[None].expand(2, -1)
-    with torch.no_grad():
-        found = [model(ids, position_ids=positions, use_cache=False).logits for positions in (counted, 3 * counted)]
-    torch.testing.assert_close(found[0], logits(model, ids), **CLOSE)
-    assert (found[1] - found[0]).abs().max() > 0.1
-
-
 def shipped_with(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*.py")}
 
 
-@every_spliced
+@for_each("name", SPLICED_FAMILIES)
 class TestSavingWithCode:
     def test_the_code_travels(self, name: str, tmp_path: Path) -> None:
         """Of the whole model, of the one without its head, and of the config: byte for byte, and named in full."""

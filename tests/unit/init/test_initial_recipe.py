@@ -89,12 +89,9 @@ def test_a_base_at_chance_gets_a_recipe_that_says_so() -> None:
     assert [source.name for source in recipe.train.sources if source.weights.uses("base_kl")] == ["sentence"]
 
 
-def test_a_base_at_ceiling_gets_a_head_without_a_ranking() -> None:
+def test_a_base_at_ceiling_gets_a_head_without_a_ranking_and_another_format_is_trained() -> None:
     recipe, text = written(findings(share=Share(48, 48, 0.01), pairs=100, sizes=(50, 100)))
     assert recipe.splice is not None and recipe.splice.select == "random" and "at ceiling" in text
-
-
-def test_another_format_is_located_and_trained() -> None:
     recipe, _ = written(findings(form=RECORDS))
     assert recipe.locate.task == "records" and recipe.train.sources[0].task == "records"
     assert {entry.result_name for entry in recipe.evaluate.tasks} >= {"records", "apart", "adjacent_pairs"}
@@ -104,19 +101,13 @@ def test_a_slow_base_is_measured_on_fewer_prompts() -> None:
     fast, slow = (written(findings(speeds={8: speed}))[0] for speed in (10_000.0, 0.1))
     assert slow.locate.examples < fast.locate.examples and slow.evaluate.examples < fast.evaluate.examples
     assert len(slow.locate.methods) < len(fast.locate.methods)
-
-
-def test_the_time_of_locating_with_decode_steps() -> None:
-    """As measured for bases of 10 million weights: 4 columns of 1.2 tokens for each head, over half of the layers."""
+    # 4 columns of 1.2 tokens for each head, over half of the layers.
     config = pico_config(vocab_size=1024)
-    heads = config.num_hidden_layers * config.num_heads
-    tokens, speed = heads // 2, 0.1  # prompts a second
-    recipe, text = written(findings(tokens=tokens, sizes=(12,), batch_size=8, speeds={8: speed}))
+    tokens = config.num_hidden_layers * config.num_heads // 2
+    recipe, text = written(findings(tokens=tokens, sizes=(12,), batch_size=8, speeds={8: 0.1}))
     assert recipe.locate.methods == ("query", "patching", "sharpen") and recipe.locate.examples == 16
-    assert (
-        comment_above(text, "examples: 16")
-        == f"# Few: about {round(16 * (3 + 4 * 1.2) / speed / 60)} minutes at the measured speed."
-    )
+    minutes = round(16 * (3 + 4 * 1.2) / 0.1 / 60)
+    assert comment_above(text, "examples: 16") == f"# Few: about {minutes} minutes at the measured speed."
 
 
 def test_the_users_data_is_a_source() -> None:

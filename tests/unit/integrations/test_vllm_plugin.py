@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
+from surgery.hybrid.modeling_hybrid import SplicePass
 from tests.support.battery import trained
 from tests.support.pico import HEAD_DIM, HIDDEN, pico_hybrid, pico_site, random_site
 
@@ -122,7 +123,7 @@ def test_the_branch_is_that_of_the_hybrid(entry: dict[str, Any]) -> None:
     branch = AttentionBranch(HIDDEN, sites_of(entry)[entry["layer"]], 4, width)
     branch.load_state_dict(attention.state_dict())
     u = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(0))
-    expected, _ = attention(u[None], causal_mask=torch.full((11, 11), -torch.inf).triu(1))
+    expected, _ = attention(u[None], None, SplicePass(causal=torch.full((11, 11), -torch.inf).triu(1)))
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(branch(u, convolve, attend(width)), expected[0], atol=1e-5, rtol=1e-5)
 
@@ -251,7 +252,7 @@ def test_the_branch_of_mamba1_is_that_of_the_hybrid(name: str, tmp_path: Path) -
     widths = (HIDDEN, hybrid.config.intermediate_size, 3 + 2 * hybrid.config.state_size)
     u, *streams = (torch.randn(11, width, generator=rng) for width in widths)
     mask = torch.full((11, 11), -torch.inf).triu(1)
-    expected, _ = attention(u[None], causal_mask=mask, streams=tuple(x[None] for x in streams))
+    expected, _ = attention(u[None], None, SplicePass(causal=mask), tuple(x[None] for x in streams))
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(branch(u, convolve, attend(32), tuple(streams)), expected[0], atol=1e-5, rtol=1e-5)
 

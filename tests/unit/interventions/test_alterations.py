@@ -8,9 +8,10 @@ import torch
 from surgery.errors import ModelError
 from surgery.interventions.alterations import altered
 from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
+from tests.support.cases import each
 from tests.support.pico import FAMILY_NAMES, pico_family, pico_hybrid, pico_site, tokens
 
-every_family = pytest.mark.parametrize("name", FAMILY_NAMES)
+every_family = each("name", FAMILY_NAMES)
 
 
 def logits(model, **change):
@@ -79,7 +80,7 @@ def test_layers_above_a_dropped_one_take_what_it_took(name: str) -> None:
     assert not torch.equal(cut, logits(model, layers=2))
 
 
-@pytest.mark.parametrize("name", ["zamba2", "bamba", "falcon_h1", "llama", "gpt_neox"])
+@each("name", ["zamba2", "bamba", "falcon_h1", "llama", "gpt_neox"])
 def test_a_masked_row_is_the_last_one_alone(name: str) -> None:
     model = pico_family(name)
     with torch.no_grad():

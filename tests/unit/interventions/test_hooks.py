@@ -15,6 +15,7 @@ from surgery.interventions.oracle_read import OracleRead, intervene
 from surgery.models.cache import expand_cache
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
+from tests.support.cases import each
 from tests.support.pico import (
     HEAD_DIM,
     HEADS,
@@ -36,7 +37,7 @@ MODELS = {
     "base": lambda: pico_base(n_groups=2),
     "hybrid": lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0], "replace")]),
 }
-every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+every_model = each("make", MODELS.values(), ids=MODELS.keys())
 
 
 def hooks(model: Any) -> list[Any]:
@@ -128,7 +129,7 @@ class TestFromMixer:
         "hybrid-eager": lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0])], attn_implementation="eager"),
         **{name: lambda name=name: pico_family(name) for name in (*SPLICED_FAMILIES[1:], "falcon_h1", "gpt_neox")},
     }
-    every_kind = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+    every_kind = each("make", MODELS.values(), ids=MODELS.keys())
 
     @staticmethod
     def _clean(model: Any, batch: Any) -> tuple[Tensor, ActivationCache, tuple[MixerSpec, ...]]:
@@ -137,7 +138,7 @@ class TestFromMixer:
             return logits(model, batch.input_ids, attention_mask=batch.attention_mask), trace, specs
 
     @every_kind
-    @pytest.mark.parametrize("padded", [False, True])
+    @each("padded", [False, True])
     def test_from_each_mixer(self, make: Any, padded: bool) -> None:
         """With its own output it is the whole pass again, for every copy of the prompts."""
         model, batch = make(), prompts((9, 14, 12) if padded else (14, 14))
@@ -229,7 +230,7 @@ class TestHooks:
         with pytest.raises(ModelError, match="hook"), intervene(model, SPECS, ablate, {}):
             logits(model, tokens())
 
-    @pytest.mark.parametrize("fires", [False, True])
+    @each("fires", [False, True])
     def test_an_exception_passes_and_leaves_no_hook(self, fires: bool) -> None:
         model = pico_base()
         read = OracleRead(off(1, (0, 1)), torch.zeros(1, 2, HEADS, HEAD_DIM))
@@ -322,7 +323,7 @@ class TestExpandCache:
         return found
 
     @every_model
-    @pytest.mark.parametrize("variants", [1, 3])
+    @each("variants", [1, 3])
     @torch.no_grad()
     def test_leaves_the_original_untouched(self, variants: int, make: Any) -> None:
         model, ids = make(), tokens()

@@ -14,6 +14,7 @@ from surgery.locate.ablation_sweep import READS, Variant, change_at_query
 from surgery.locate.clean_run import run_clean
 from surgery.models.cache import cache_of_all_tokens
 from surgery.types import MixerSpec
+from tests.support.cases import each
 from tests.support.oracles import naive_change_at_query
 from tests.support.pico import pico_family, pico_family_config, prompts
 
@@ -30,7 +31,7 @@ def naive_values(model: Any, spec: MixerSpec, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stepwise", [False, True])
+@each("stepwise", [False, True])
 def test_values_of_every_token_are_read_with_a_sliding_window(stepwise: bool) -> None:
     """Inside the window of the query and before it."""
     model, batch = pico_family("qwen2", **WINDOW), prompts((14, 14))
@@ -43,7 +44,7 @@ def test_values_of_every_token_are_read_with_a_sliding_window(stepwise: bool) ->
             torch.testing.assert_close(found, expected[torch.arange(2), places], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [(9, 14, 12), (14, 14)], ids=["padded", "level"])
+@each("lengths", [(9, 14, 12), (14, 14)], ids=["padded", "level"])
 def test_a_decode_step_keeps_the_sliding_window(lengths: tuple[int, ...]) -> None:
     """Changed at the query from the cache of all tokens, against whole passes without a cache."""
     run = run_clean(pico_family("qwen2", **WINDOW), prompts(lengths))
@@ -72,6 +73,6 @@ def test_in_a_cache_of_the_window_alone_earlier_tokens_are_refused() -> None:
             torch.testing.assert_close(values_at(*arguments), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "zamba2", "bamba", "llama", "qwen2"])
+@each("name", ["mamba2", "zamba2", "bamba", "llama", "qwen2"])
 def test_models_without_a_sliding_window_make_their_own_cache(name: str) -> None:
     assert cache_of_all_tokens(pico_family_config(name)) is None

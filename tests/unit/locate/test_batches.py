@@ -15,6 +15,7 @@ from surgery.locate.batches import counterfactuals
 from surgery.locate.locating import locate_heads
 from surgery.probes.registry import prompts_of
 from surgery.recipe import Locate, Splice
+from tests.support.cases import each
 from tests.support.pico import pico_base, pico_tokenizer, prompts
 
 
@@ -30,7 +31,7 @@ def at_answers(batch: EncodedBatch, ids: Tensor) -> list[int]:
     return ids[torch.arange(len(batch)), batch.of_last_question(batch.answer_token)].tolist()
 
 
-@pytest.mark.parametrize(
+@each(
     ("own", "others"),
     [([5, 6, 7], [6, 7, 5]), ([5, 5, 7], [7, 7, 5]), ([5, 7, 7], [7, 5, 5]), ([5, 6, 5, 5], [6, 5, 6, 6])],
 )
@@ -56,7 +57,7 @@ def test_the_other_answer_is_another_text_too() -> None:
     assert at_answers(with_answers(5, 6, 7), ids) == [7, 7, 5]
 
 
-@pytest.mark.parametrize("own", [[5], [5, 5]])
+@each("own", [[5], [5, 5]])
 def test_prompts_with_one_answer_take_that_of_another_choice(own: list[int]) -> None:
     batch = with_answers(*own, targets=[9] * len(own))
     batch.choice_ids[:, 0] = torch.tensor([5, 7, 8, 9, -1])
@@ -76,9 +77,7 @@ def test_there_are_none_without_other_answers_or_places() -> None:
         locate_heads(pico_base(), pico_tokenizer(), section, Splice(select="random"), batches=[same])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"value_digits": (3, 5)}, {"task": "records"}, {"task": "json_kv"}, {"task": "phonebook"}]
-)
+@each("options", [{}, {"value_digits": (3, 5)}, {"task": "records"}, {"task": "json_kv"}, {"task": "phonebook"}])
 def test_the_prompts_of_probes_differ_at_the_value(options: Any) -> None:
     section, tokenizer = Locate(pairs=4, **options), pico_tokenizer()
     documents = prompts_of(section.probe, "locate", 0, 8, section.options(tokenizer=tokenizer))

@@ -19,10 +19,11 @@ from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.types import HeadId, MixerSpec
+from tests.support.cases import each
 from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_tokenizer, prompts
 
 LENGTH = 11
-every_family = pytest.mark.parametrize("name", FAMILY_NAMES)
+every_family = each("name", FAMILY_NAMES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,7 +83,7 @@ def test_rows_are_shares_of_the_past(name: str) -> None:
         assert not np.triu(shares, 1).any() and len(np.unique(shares[:, -1])) == 2 * LENGTH
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "more"),
     [
         ("mamba2", {"n_groups": 1}),
@@ -120,7 +121,7 @@ def test_with_shared_scores_the_values_tell_heads_apart() -> None:
     assert all(np.abs(one - found[0]).max() > 0.02 for one in found[1:])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt_neox", "bamba", "zamba2"])
+@each("name", ["llama", "qwen2", "gpt_neox", "bamba", "zamba2"])
 def test_attention_weights_are_the_models_own(name: str) -> None:
     """Against what eager attention gives out; two blocks of Zamba2 share one attention module."""
     model, batch = pico_family(name), level()
@@ -135,8 +136,8 @@ def test_attention_weights_are_the_models_own(name: str) -> None:
             np.testing.assert_allclose(found[head], weights[:, head.head].numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "zamba2", "mamba2attn"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@each("name", ["llama", "zamba2", "mamba2attn"])
+@each("implementation", ["sdpa", "eager"])
 def test_looking_changes_nothing(name: str, implementation: str) -> None:
     model, batch = pico_family(name, attn_implementation=implementation), level()
     before = dict(ALL_ATTENTION_FUNCTIONS)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from surgery.recipe import Locate, Splice
 from surgery.scoring.ranking import answer_choices
 from surgery.types import HeadId
 from tests.support.long_choices import Change, digit_tokenizer, long_prompts, margins, unpadded, whole_passes
-from tests.support.oracles import naive_ablate, naive_change_at_query
 from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, random_site
 
 MODELS = {name: partial(pico_family, name) for name in FAMILY_NAMES}
@@ -111,67 +109,31 @@ def assert_margins(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-def check_moved(run: CleanRun, scores: list[Any]) -> None:
-    """That the check can fail: most of the changes matter."""
-    apart = [float((s.margin - run.scores.margin).abs().max()) for s in scores]
-    assert sum(x > 1e-3 for x in apart) >= len(apart) - 1, apart
-
-
 @every_model
-@pytest.mark.parametrize("most", [2, 3])
-def test_clean_is_one_whole_pass_for_each_choice(most: int, name: str) -> None:
-    run = run_of(name, most)
+def test_a_removal_goes_on_at_the_tokens_of_the_choices(name: str) -> None:
+    """And one in the prompt alone, or no removal, leaves the states behind that it produced."""
+    run = run_of(name)
     assert_margins(run.scores.margin, margins(whole_passes(run.model, run.batch), run.batch))
+    several = sets_of(run)[3]
+    cases = [*((heads, "everywhere") for heads in sets_of(run)), (several, "context"), (several, "query")]
+    moved = []
+    for heads, where in cases:
+        found = ablate(run, [heads], Ablation(where))[0].margin
+        assert_margins(found, margins(whole_passes(run.model, run.batch, removed(run, heads, where)), run.batch))
+        moved.append(float((found - run.scores.margin).abs().max()))
+    assert sum(distance > 1e-4 for distance in moved) >= len(cases) - 2, moved
 
 
 @every_model
-@pytest.mark.parametrize("index", range(4))
-def test_removal_goes_on_at_the_tokens_of_the_choices(index: int, name: str) -> None:
+def test_a_change_at_the_query_leaves_its_states_behind(name: str) -> None:
     run = run_of(name)
-    heads = sets_of(run)[index]
-    found = ablate(run, [heads])[0].margin
-    assert_margins(found, margins(whole_passes(run.model, run.batch, removed(run, heads, "everywhere")), run.batch))
+    for variant in variants_of(run):
+        found = change_at_query(run, [variant])[0].margin
+        assert_margins(found, margins(whole_passes(run.model, run.batch, changed_at_query(run, variant)), run.batch))
 
 
-@every_model
-@pytest.mark.parametrize("where", ["context", "query"])
-def test_removal_in_the_prompt_leaves_its_states_behind(where: Any, name: str) -> None:
-    run = run_of(name)
-    heads = sets_of(run)[3]
-    found = ablate(run, [heads], Ablation(where))[0].margin
-    assert_margins(found, margins(whole_passes(run.model, run.batch, removed(run, heads, where)), run.batch))
-
-
-@every_model
-@pytest.mark.parametrize("index", range(4))
-def test_a_change_at_the_query_leaves_its_states_behind(index: int, name: str) -> None:
-    run = run_of(name)
-    variant = variants_of(run)[index]
-    found = change_at_query(run, [variant])[0].margin
-    assert_margins(found, margins(whole_passes(run.model, run.batch, changed_at_query(run, variant)), run.batch))
-
-
-@pytest.mark.parametrize(
-    ("fill", "name"),
-    [*(("zero", name) for name in MODELS), *product(("mean", "resample"), ("mamba", "mamba2", "zamba2", "hybrid"))],
-)
-def test_folded_equals_all_blocks_one_variant_at_a_time(fill: Any, name: str) -> None:
-    run = run_of(name)
-    sets, variants = sets_of(run), variants_of(run)
-    for where in ("everywhere", "context"):
-        fast, naive = (f(run, sets, Ablation(where, fill)) for f in (ablate, naive_ablate))
-        assert_margins(torch.stack([s.margin for s in fast]), torch.stack([s.margin for s in naive]))
-        if where == "everywhere":
-            check_moved(run, fast)
-    if fill == "zero":
-        fast, naive = (f(run, variants) for f in (change_at_query, naive_change_at_query))
-        assert_margins(torch.stack([s.margin for s in fast]), torch.stack([s.margin for s in naive]))
-        check_moved(run, fast)
-
-
-@pytest.mark.parametrize("name", ["mamba2", "zamba2"])
-def test_chunks_change_nothing(name: str) -> None:
-    run = run_of(name)
+def test_chunks_change_nothing() -> None:
+    run = run_of("zamba2")
     sets, variants = sets_of(run), variants_of(run)
     for one, other in (
         (ablate(run, sets), ablate(run, sets, memory=1)),

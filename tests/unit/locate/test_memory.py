@@ -15,7 +15,8 @@ from surgery.locate.memory import LocateMemory, locate_memory
 from surgery.models.meters import Meter, belongings
 from surgery.models.sizes import meta_model
 from surgery.recipe import Locate
-from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_tokenizer, prompts
+from tests.support.cases import each
+from tests.support.pico import pico_base, pico_family, pico_tokenizer, prompts
 
 STEP = Locate(methods=("query", "patching", "sharpen"))
 WHOLE = Locate(methods=("ablation", "query"))
@@ -25,7 +26,7 @@ def estimated(model: Any, section: Locate, *batches: Any) -> LocateMemory:
     return locate_memory(PromptBatches(model, pico_tokenizer(), section, 0, batches))
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@each("name", ("mamba2", "mamba", "zamba2", "llama"))
 def test_the_estimate_is_what_a_clean_run_holds(name: str) -> None:
     """Within 5%; with a decode step within 30%: the streams of the query are held twice, and prompts are short here."""
     model, batch = pico_family(name), prompts((40, 38, 40, 40))
@@ -51,7 +52,7 @@ def test_the_text_names_every_part() -> None:
     assert text.startswith("1.00 GiB held on a device (weights 1.00 GiB, activations 3.00 MiB, states 5.00 KiB)")
 
 
-@pytest.mark.parametrize("methods", [("patching", "sharpen"), ("ablation", "patching", "context")])
+@each("methods", [("patching", "sharpen"), ("ablation", "patching", "context")])
 def test_one_batch_is_held_at_a_time(methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[weakref.ref[CleanRun]] = []
 

@@ -17,6 +17,7 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.methods import METHODS, Column, LocateBatch, register_method
 from surgery.recipe import Locate, Search, Splice
 from surgery.recipe.methods import RANKINGS, all_columns, is_greedy
+from tests.support.cases import each
 from tests.support.pico import pico_base, pico_tokenizer, prompts
 
 SECTION = Locate(pairs=4, examples=4, batch_size=2)
@@ -79,7 +80,7 @@ class TestRegister:
             assert head.scores["loss_accuracy"] == head.scores["query_accuracy"]
             assert head.scores["gain"].value == -head.scores["query"].value
 
-    @pytest.mark.parametrize(
+    @each(
         ("returned", "message"),
         [
             ({"other": torch.zeros(8, 2)}, "size returned other. It was registered with the columns size"),
@@ -92,7 +93,7 @@ class TestRegister:
         with pytest.raises(ModelError, match=message):
             located("size")
 
-    @pytest.mark.parametrize("wrong", [lambda scores: scores[:3], lambda scores: torch.zeros(len(scores), 2)])
+    @each("wrong", [lambda scores: scores[:3], lambda scores: torch.zeros(len(scores), 2)])
     def test_an_effect_needs_scores_of_every_item(self, wrong: Any) -> None:
         columns = [Column("gone", "removed", effect="loss")]
         register_method("gone", columns)(lambda batch: {"gone": wrong(METHODS["query"].measure(batch)["query"])})
@@ -114,7 +115,7 @@ class TestRegister:
         assert "wrong" not in METHODS
 
     def test_a_name_is_taken_once_and_a_refusal_changes_no_registry(self) -> None:
-        with pytest.raises(RecipeError, match=r"surgery\.locate\.methods\.query has this name already"):
+        with pytest.raises(RecipeError, match=r"surgery\.locate\.built_in\.query has this name already"):
             register_method("query", [Column("query", "")])(size)
         with pytest.raises(RecipeError, match="way to select heads: gather"):
             register_method("size", [Column("size", "")], ranks="gather")(size)
@@ -126,7 +127,7 @@ class TestRegister:
 
 @pytest.mark.usefixtures("registered")
 class TestNamesOfOthers:
-    @pytest.mark.parametrize("name", ["ablation", "segment_end", "query_accuracy"])
+    @each("name", ["ablation", "segment_end", "query_accuracy"])
     def test_a_column_of_another_method_is_refused(self, name: str) -> None:
         with pytest.raises(RecipeError, match=rf"size: column: {name}\. The method \w+ has a column of this name"):
             register_method("size", [Column(name, "", effect="gain")])(size)
@@ -141,7 +142,7 @@ class TestNamesOfOthers:
             register_method("size", [Column("size", "", effect="loss")])(size)
         assert "size" in all_columns()
 
-    @pytest.mark.parametrize("name", ["random", "uniform", "list"])
+    @each("name", ["random", "uniform", "list"])
     def test_a_selection_without_scores_is_no_ranking(self, name: str) -> None:
         with pytest.raises(RecipeError, match=f"way to select heads: {name}"):
             register_method("size", [Column("size", "")], ranks=name)
@@ -192,7 +193,8 @@ def test_unknown_names_are_answered_with_the_known() -> None:
 
 def test_recipes_are_validated_without_torch() -> None:
     code = (
-        "import sys; from surgery.recipe import Locate, Splice\n"
+        "import sys; from surgery.locate.methods import register_method  # a plugin may import it before all else\n"
+        "from surgery.recipe import Locate, Splice\n"
         "Locate(methods=('ablation',)), Splice(select='ablation'), Locate.model_json_schema()\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )

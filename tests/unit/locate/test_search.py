@@ -10,6 +10,7 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.selection import search_rounds, survivors
 from surgery.models.lookup import family_of
 from surgery.recipe import Locate, Search, Splice
+from tests.support.cases import each
 from tests.support.pico import pico_base, pico_family, pico_tokenizer
 
 
@@ -19,7 +20,7 @@ def drawn(means: list[float], n: int, seed: int, spread: float = 1.0) -> np.ndar
     return np.array(means)[:, None] + rng.normal(size=n) + spread * rng.normal(size=(len(means), n))
 
 
-@pytest.mark.parametrize(
+@each(
     ("first", "examples", "expected"),
     [(32, 1000, [32, 64, 128, 256, 512, 1000]), (32, 32, [32]), (32, 33, [32, 33]), (64, 20, [20])],
 )

@@ -43,73 +43,32 @@ def test_the_lists_here_are_those_of_the_classes() -> None:
             assert set(listed.split(", ")) == set(tasks), "the schema lists them too"
 
 
-@pytest.mark.parametrize("task", [task for task in FILLED if task != "records"])
-def test_without_its_filler_a_document_is_the_one_that_has_none(task: str) -> None:
-    for seed in range(5):
-        plain, filled = document(task, seed), document(task, seed, filler=(1, 7))
-        assert WORDS.sub("", filled.text) == plain.text != filled.text
-        for one, other in zip(plain.questions, filled.questions, strict=True):
-            assert (one.choices, one.gold) == (other.choices, other.gold)
-            assert plain.text[slice(*one.answer)] == filled.text[slice(*other.answer)]
-        assert document(task, seed, filler=(0, 0)) == plain
-
-
-def test_a_filled_record_has_the_words_of_the_one_without_and_more() -> None:
-    for seed in range(5):
-        plain, filled = document("records", seed), document("records", seed, filler=(3, 3))
-        pieces = iter(re.findall(r"\w+|\W", filled.text))
-        assert all(piece in pieces for piece in re.findall(r"\w+|\W", plain.text)), "in the same order"
-        assert len(filled.text.split()) == len(plain.text.split()) + 6 * 3
-
-
-@pytest.mark.parametrize("task", ["kv_retrieval", "phonebook", "json_kv", "multi_hop", "key_echo"])
-def test_words_of_every_number_in_the_range_stand_between_key_and_value(task: str) -> None:
-    tail = r'(?=(?:": ")|:)'
-    lines = [line for seed in range(30) for line in document(task, seed, filler=(0, 3)).text.splitlines()]
-    counts = {len(match[0].split()) for line in lines for match in re.finditer(WORDS.pattern + tail, line)}
-    assert counts == {1, 2, 3}
-    fixed = [line for seed in range(5) for line in document(task, seed, filler=(20, 20)).text.splitlines()]
-    found = [len(match[0].split()) for line in fixed for match in re.finditer(WORDS.pattern + tail, line)]
-    assert found == [20] * 6 * 5, "once in every line, and nowhere else"
-
-
 def test_fillers_cover_their_range() -> None:
     drawn = fillers(rng_of("range"), 500, (0, 20))
     assert {len(words.split()) for words in drawn} == set(range(21))
     assert {word for words in drawn for word in words.split()} == set(FILLER)
     assert all(words == "" or words[0] == " " for words in drawn)
-
-
-@pytest.mark.parametrize("words", [(2, 1), (-1, 3)])
-def test_an_impossible_filler_is_refused(words: tuple[int, int]) -> None:
-    with pytest.raises(ProbeError, match=r"filler: .*0 <= low <= high"):
-        fillers(rng_of(0), 3, words)
-
-
-def test_filler_words_are_one_token_of_the_shipped_models_and_no_keys() -> None:
     ids = pico_tokenizer()([f" {word}" for word in FILLER], add_special_tokens=False)["input_ids"]
-    assert {len(word) for word in ids} == {1}
-    assert len(set(FILLER)) == len(FILLER)
+    assert {len(word) for word in ids} == {1}, "one token of the shipped models"
+    for words in ((2, 1), (-1, 3)):
+        with pytest.raises(ProbeError, match=r"filler: .*0 <= low <= high"):
+            fillers(rng_of(0), 3, words)
 
 
-@pytest.mark.parametrize("task", SIZED)
-@pytest.mark.parametrize(("digits", "tokens"), [((1, 2), 1), ((3, 4), 2), ((5, 6), 3), ((7, 8), 4)])
-def test_values_have_one_to_four_tokens_and_one_more_for_each_zero_that_begins_one(
-    task: str, digits: tuple[int, int], tokens: int
-) -> None:
+def test_values_have_as_many_tokens_as_halves_and_one_more_for_a_zero_before_a_digit() -> None:
     tokenizer = pico_tokenizer()
-    for seed in range(6):
-        made = document(task, seed, value_digits=digits)
-        values = [made.text[slice(*q.value)] for q in made.questions if q.value]
-        values += [choice for q in made.questions for choice in q.choices]
-        values += re.findall(r":(\d+) [a-z]+\n", made.text) if task == "key_echo" else []
-        for value in values:
-            halves = re.findall(r"\d\d?", value)
-            assert len(halves) == tokens
-            with_zero = sum(half[0] == "0" < half for half in halves)  # such as 07, which is two tokens
-            assert len(tokenizer(value.strip(), add_special_tokens=False)["input_ids"]) == tokens + with_zero
-        assert len({len(value) for value in values}) == 1, "of one length in a document"
-        assert digits[0] <= len(values[0].strip()) <= digits[1]
+    for task in SIZED:
+        for digits in ((1, 2), (3, 4), (7, 8)):
+            made = document(task, value_digits=digits)
+            values = [made.text[slice(*q.value)] for q in made.questions if q.value]
+            values += [choice for q in made.questions for choice in q.choices]
+            values += re.findall(r":(\d+) [a-z]+\n", made.text) if task == "key_echo" else []
+            for value in values:
+                halves = re.findall(r"\d\d?", value)
+                with_zero = sum(half[0] == "0" < half for half in halves)  # such as 07, which is two tokens
+                ids = tokenizer(value.strip(), add_special_tokens=False)["input_ids"]
+                assert len(ids) == digits[1] // 2 + with_zero, (task, value)
+            assert len({len(value) for value in values}) == 1, "of one length in a document"
 
 
 def test_numbers_are_different_and_their_lengths_are_those_with_enough_of_them() -> None:
@@ -128,14 +87,14 @@ def test_numbers_are_different_and_their_lengths_are_those_with_enough_of_them()
             numbers(rng_of(0), 4, digits)
 
 
-@pytest.mark.parametrize("task", RANKED)
-def test_choices_that_share_their_first_token_are_told_apart_by_more(task: str) -> None:
+def test_choices_that_share_their_first_token_are_told_apart_by_more() -> None:
     """40 of 900 numbers: two begin with the same two digits."""
-    batch = encode([document(task, pairs=40, value_digits=(3, 3))], pico_tokenizer())
-    assert batch.choice_rest.shape[-1] == 1
-    choices, gold = batch.last_question()
-    assert len({tuple(choice) for choice in choices[0].tolist()}) == 40
-    assert choices[0, gold[0], 0] == batch.target[0, int((batch.gold[0] >= 0).sum()) - 1]
+    for task in RANKED:
+        batch = encode([document(task, pairs=40, value_digits=(3, 3))], pico_tokenizer())
+        choices, gold = batch.last_question()
+        assert batch.choice_rest.shape[-1] == 1, task
+        assert len({tuple(choice) for choice in choices[0].tolist()}) == 40, task
+        assert choices[0, gold[0], 0] == batch.target[0, int((batch.gold[0] >= 0).sum()) - 1], task
 
 
 @torch.no_grad()
@@ -165,9 +124,8 @@ def test_a_source_passes_both_on() -> None:
     assert all(2 <= len(words.split()) <= 4 and len(value) == 6 for words, value in lines)
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
+def test_a_source_refuses_what_does_not_fit() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"filler": [4, 2]}, "low <= high"),
         ({"filler": [-1, 2]}, "greater than or equal to 0"),
         ({"filler": 4}, "filler"),
@@ -177,16 +135,14 @@ def test_a_source_passes_both_on() -> None:
         ({"value_digits": [0, 2]}, "greater than or equal to 1"),
         ({"value_digits": [1, 1]}, "10 values of 1 digits, fewer than 16 `pairs`"),
         ({"value_digits": [1, 2], "pairs": [2, 91]}, "90 values of 2 digits, fewer than 91 `pairs`"),
-    ],
-)
-def test_a_source_refuses_what_does_not_fit(given: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValidationError, match=why):
-        source(**given)
+    ]
+    for given, why in cases:
+        with pytest.raises(ValidationError, match=why):
+            source(**given)
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
+def test_an_evaluation_refuses_what_does_not_fit() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"tasks": [{"task": "copying", "filler": [1, 2]}]}, "copying does not use `filler`"),
         ({"tasks": [{"task": "multi_hop", "value_digits": [1, 2]}]}, "multi_hop does not use `value_digits`"),
         ({"tasks": [{"task": "records", "value_digits": [1, 1]}], "pairs": [8, 16]}, "fewer than 16 `pairs`"),
@@ -196,11 +152,10 @@ def test_a_source_refuses_what_does_not_fit(given: dict[str, Any], why: str) -> 
         ({"tasks": [{"task": "records", "name": "a/b"}]}, "name"),
         ({"tasks": ["records", {"task": "records", "filler": [1, 2]}]}, "lists records twice.*set `name`"),
         ({"tasks": [{"task": "records", "name": "far"}], "generate": ["records"]}, "not among"),
-    ],
-)
-def test_an_evaluation_refuses_what_does_not_fit(given: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValidationError, match=why):
-        Evaluate.model_validate({"pairs": [8], **given})
+    ]
+    for given, why in cases:
+        with pytest.raises(ValidationError, match=why):
+            Evaluate.model_validate({"pairs": [8], **given})
 
 
 def test_a_task_is_evaluated_near_and_far_on_the_same_pairs() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.knowledge import (
     LETTERS,
@@ -18,6 +16,7 @@ from surgery.probes.knowledge import (
 )
 from surgery.probes.registry import PROBES, Half, Options
 from surgery.probes.words import ANSWERS, RELATIONS, entity_names
+from tests.support.cases import each
 from tests.support.pico import pico_tokenizer
 from tests.support.samples import cut
 
@@ -44,7 +43,7 @@ def test_every_training_task_about_facts_is_one_that_an_evaluation_of_facts_is_h
     assert set(PROBES["closed_book"].held_out_from) == halved - {"sentence"}  # other sentences are evaluated
 
 
-@pytest.mark.parametrize("task", PROBES["closed_book"].held_out_from)
+@each("task", PROBES["closed_book"].held_out_from)
 def test_training_on_half_0_never_tells_a_fact_that_is_evaluated(task: str) -> None:
     def halves(half: Half | None) -> set[int]:
         texts = [PROBES[task].generate(rng_of(seed), "train", Options(half=half)).text for seed in range(40)]
@@ -101,7 +100,7 @@ def test_a_fact_can_be_told() -> None:
         assert document.questions == ()
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
+@each("split", ["train", "eval"])
 def test_letter_choice_has_the_shape_of_mmlu(split: str) -> None:
     known = {(f.name, f.relation): f.answer for f in facts()}
     rng = rng_of("letters", split)
@@ -141,7 +140,7 @@ def test_every_letter_is_right_about_as_often() -> None:
     assert all(70 <= n <= 130 for n in counts.values())
 
 
-@pytest.mark.parametrize("make", [letter_choice, option_text])
+@each("make", [letter_choice, option_text])
 def test_the_same_seed_gives_the_same_question_whatever_came_before(make: object) -> None:
     assert callable(make)
     first = make(rng_of("order", 1))

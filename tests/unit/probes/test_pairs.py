@@ -6,10 +6,11 @@ import pytest
 
 from surgery.errors import ProbeError
 from surgery.probes.documents import rng_of, split_of
-from surgery.probes.pairs import NUM_LEADS, check_pairs, check_questions, different, leads
+from surgery.probes.pairs import NUM_LEADS, check_pairs, different, leads
+from tests.support.cases import each
 
 
-@pytest.mark.parametrize("count", [2, 10, 11, NUM_LEADS])
+@each("count", [2, 10, 11, NUM_LEADS])
 def test_leads_are_two_digits_and_differ(count: int) -> None:
     for seed in range(20):
         found = leads(rng_of("leads", seed), count)
@@ -17,7 +18,7 @@ def test_leads_are_two_digits_and_differ(count: int) -> None:
         assert all(len(lead) == 2 and lead.isdecimal() for lead in found)
 
 
-@pytest.mark.parametrize("count", range(2, 11))
+@each("count", range(2, 11))
 def test_up_to_ten_leads_differ_in_the_first_digit(count: int) -> None:
     for seed in range(20):
         assert len({lead[0] for lead in leads(rng_of("first", seed), count)}) == count
@@ -43,14 +44,7 @@ def test_too_few_different_texts_are_an_error_and_not_a_loop() -> None:
         different(30, "train", lambda: str(rng.randrange(20)))
 
 
-@pytest.mark.parametrize("pairs", [-1, 0, 1, 8, 10_000])
+@each("pairs", [-1, 0, 1, 8, 10_000])
 def test_pairs_outside_the_range_are_refused(pairs: int) -> None:
     with pytest.raises(ProbeError, match="Use 2 to 7"):
         check_pairs(pairs, 7, "Why")
-
-
-@pytest.mark.parametrize("questions", [-1, 0, 8])
-def test_questions_outside_the_range_are_refused(questions: int) -> None:
-    with pytest.raises(ProbeError) as caught:
-        check_questions(questions, 7)
-    assert caught.value.field == "questions"

@@ -14,7 +14,6 @@ from surgery.data.generated import maker
 from surgery.errors import ProbeError, RecipeError, SurgeryError
 from surgery.evaluate.lm_eval_files import lm_eval_groups
 from surgery.evaluate.prompts import make_prompts
-from surgery.probes.copying import copying_document
 from surgery.probes.documents import Document, Question, Split, draw, rng_of
 from surgery.probes.registry import PROBES, Options, Probe, register_probe
 from surgery.recipe import Evaluate, EvaluationTask, Source
@@ -36,7 +35,8 @@ class Planted(Probe):
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """A string, twice."""
-        return copying_document(rng, options.pairs, split)
+        rng.random()
+        return PROBES["copying"].document(rng, split, options)
 
 
 @pytest.fixture
@@ -46,15 +46,15 @@ def planted() -> Iterator[Probe]:
     del PROBES._entries["planted_copy"]
 
 
-@pytest.mark.parametrize("first", ["surgery.recipe", "surgery.probes.needle", "surgery.probes.registry"])
-def test_the_order_of_probes_does_not_depend_on_what_is_imported_first(first: str) -> None:
-    code = (
-        f"import sys, {first}\nfrom surgery.probes.registry import PROBES\n"
-        "print(*PROBES)\nprint(*sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    names, heavy = done.stdout.split("\n")[:2]
-    assert tuple(names.split()) == BUILT_IN and heavy == ""
+def test_the_order_of_probes_does_not_depend_on_what_is_imported_first() -> None:
+    for first in ("surgery.probes.needle", "surgery.probes.registry"):
+        code = (
+            f"import sys, {first}\nfrom surgery.probes.registry import PROBES\n"
+            "print(*PROBES)\nprint(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        names, heavy = done.stdout.split("\n")[:2]
+        assert tuple(names.split()) == BUILT_IN and heavy == "", first
 
 
 def test_names_and_labels_come_from_the_class(planted: Probe) -> None:
@@ -74,26 +74,20 @@ def test_a_name_is_taken_once(planted: Probe) -> None:
     assert type(PROBES["planted_copy"]) is Planted
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "hint"),
-    [
+def test_an_attribute_of_another_form_is_refused() -> None:
+    for attribute, value, hint in (
         ("scoring", "rank", "choices, generation, perplexity"),
         ("pairs", 5, "smallest, largest"),
         ("pairs", (5, 2), "smallest, largest"),
         ("options", "hops", "questions, groups, hops"),
         ("options", ("lenght",), "questions, groups, hops"),
         ("lm_eval_sizes", 4, "tuple of sizes"),
-    ],
-)
-def test_an_attribute_of_another_form_is_refused(attribute: str, value: object, hint: str) -> None:
-    with pytest.raises(RecipeError, match=rf"task wrong: {attribute}: .*{hint}"):
-        register_probe("wrong")(type("Wrong", (Planted,), {attribute: value}))
-    assert "wrong" not in PROBES
-
-
-def test_a_class_of_another_kind_is_refused() -> None:
+    ):
+        with pytest.raises(RecipeError, match=rf"task wrong: {attribute}: .*{hint}"):
+            register_probe("wrong")(type("Wrong", (Planted,), {attribute: value}))
     with pytest.raises(RecipeError, match=r"task wrong: int. Make it a subclass of surgery.probes.registry.Probe"):
         register_probe("wrong")(int)  # type: ignore[type-var]
+    assert "wrong" not in PROBES
 
 
 def test_questions_without_pairs_are_as_many_as_the_source_has(planted: Probe) -> None:
@@ -104,7 +98,7 @@ def test_questions_without_pairs_are_as_many_as_the_source_has(planted: Probe) -
 
         def document(self, rng: Random, split: Split, options: Options) -> Document:
             seen.append(options)
-            return copying_document(rng, 3, split)
+            return PROBES["copying"].document(rng, split, Options(pairs=3))
 
     register_probe("planted_asking")(Asking)
     try:
@@ -148,48 +142,29 @@ def test_evaluation_and_lm_eval_have_its_documents(planted: Probe) -> None:
     assert makers["planted_copy_8"](rng_of(0)) == planted.document(rng_of(0), "eval", Options(pairs=8))
 
 
-@pytest.mark.parametrize(
-    ("attributes", "question", "message"),
-    [
+def test_a_document_has_what_its_class_announces(planted: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    for attributes, question, message in (
         ({"scoring": "choices"}, {}, "question: no choices. Set `Question.choices` and `Question.gold`, or `scoring"),
         ({"gold_position": True}, {"segment": (0, 9)}, "question: no segment or no value. With `gold_position` every"),
         ({"gold_position": True}, {"value": (0, 9)}, "question: no segment or no value"),
         ({}, {"choices": ("red", " blue")}, r"choices: \['red', ' blue'\]. `choices\[gold\]` must be .*, ' red', with"),
         ({}, {"choices": (" blue", " red")}, "choices"),
         ({}, {"choices": (" red",), "gold": 1}, "choices"),
-    ],
-)
-def test_a_document_has_what_its_class_announces(
-    planted: Probe, monkeypatch: pytest.MonkeyPatch, attributes: dict, question: dict, message: str
-) -> None:
-    def document(self: Probe, rng: Random, split: Split, options: Options) -> Document:
-        return Document("planted_copy", "Colour: red", (Question((7, 11), **question),))
-
-    monkeypatch.setattr(Planted, "document", document)
-    for name, value in attributes.items():
-        monkeypatch.setattr(Planted, name, value)
-    with pytest.raises(ProbeError, match=f"^planted_copy {message}"):
-        planted.generate(rng_of(0), "train", Options())
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ("Colour: red", "planted_copy document: str. Return a `Document`"),
-        (Document("planted_copy", "Colour: red"), "planted_copy questions: none. Give the document questions, or set"),
-    ],
-)
-def test_a_probe_returns_a_document(
-    planted: Probe, monkeypatch: pytest.MonkeyPatch, returned: object, message: str
-) -> None:
-    monkeypatch.setattr(Planted, "document", lambda *_: returned)
-    with pytest.raises(ProbeError, match=message):
-        planted.generate(rng_of(0), "train", Options())
+        ({}, "Colour: red", "document: str. Return a `Document`"),
+        ({}, None, "questions: none. Give the document questions, or set"),
+    ):
+        asked = (Question((7, 11), **question),) if isinstance(question, dict) else ()
+        made = question if isinstance(question, str) else Document("planted_copy", "Colour: red", asked)
+        with monkeypatch.context() as patch, pytest.raises(ProbeError, match=f"^planted_copy {message}"):
+            patch.setattr(Planted, "document", lambda *_, made=made: made)
+            for name, value in attributes.items():
+                patch.setattr(Planted, name, value)
+            planted.generate(rng_of(0), "train", Options(pairs=4))
 
 
 def test_an_error_of_a_probes_code_has_its_name_and_place(planted: Probe) -> None:
-    with pytest.raises(SurgeryError, match=r"^probe planted_copy: .*'pairs'. It comes from the plugin: .*, line \d+"):
-        planted.generate(rng_of(0), "train", "missing")  # type: ignore[arg-type]
+    with pytest.raises(SurgeryError, match=r"^probe planted_copy: .*'random'. It comes from the plugin: .*, line \d+"):
+        planted.generate(None, "train", Options(pairs=4))  # type: ignore[arg-type]
 
 
 def test_a_drawn_text_is_a_string() -> None:
@@ -197,7 +172,7 @@ def test_a_drawn_text_is_a_string() -> None:
         draw("train", lambda: ["red"])  # type: ignore[arg-type, return-value]
 
 
-@pytest.mark.parametrize("task", [name for name in BUILT_IN if PROBES[name].needs_tokenizer])
-def test_a_tokenizer_that_is_needed_is_asked_for(task: str) -> None:
-    with pytest.raises(ProbeError, match=f"The text of {task} depends on the tokenizer"):
-        PROBES[task].check_tokenizer(None)
+def test_a_tokenizer_that_is_needed_is_asked_for() -> None:
+    for task in (name for name in BUILT_IN if PROBES[name].needs_tokenizer):
+        with pytest.raises(ProbeError, match=f"The text of {task} depends on the tokenizer"):
+            PROBES[task].check_tokenizer(None)

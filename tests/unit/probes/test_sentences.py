@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from surgery.probes.documents import rng_of
 from surgery.probes.sentences import TEMPLATES, sentence
+from tests.support.cases import each
 
 
 def texts(split: str, count: int = 300) -> list[str]:
@@ -15,7 +14,7 @@ def texts(split: str, count: int = 300) -> list[str]:
     return [sentence(rng, split).text for _ in range(count)]
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
+@each("split", ["train", "eval"])
 def test_sentences_are_finished(split: str) -> None:
     for text in texts(split):
         assert re.fullmatch(r"[A-Z][a-z]*(,? [a-z]+)+\.", text), text

@@ -1,11 +1,9 @@
-"""Documents of the probes of version 0.1 stay as they are: every number of the evidence was measured on them."""
+"""Documents stay as they are: trained checkpoints and every measured number depend on them."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Any
-
-import pytest
 
 from surgery.probes.documents import rng_of
 from surgery.probes.registry import PROBES, Options
@@ -31,19 +29,26 @@ DIGESTS = {
     "closed_book": "34fd53e2e3b22e15",
     "closed_book_seen": "d2db0d86c6a96a1f",
     "statement": "24859420ffeb7437",
+    "records": "89540be105f3468e",
+    "key_echo": "7affd42511f1ab7c",
+    "kv_repeated": "fb6921e982b3291b",
 }
 SIZES: dict[str, dict[str, Any]] = {"multi_hop": {"hops": 3, "pairs": 9}, "json_kv": {"groups": (4,)}}
 
 
-@pytest.mark.parametrize("task", DIGESTS)
-def test_documents_are_those_of_before(task: str) -> None:
-    documents = []
-    for tokenizer in (None, pico_tokenizer()):
-        if tokenizer is None and task == "mqar":
-            continue
-        for split in ("train", "eval"):
-            rng = rng_of("unchanged", task, split)
-            for pairs in (4, 9):
-                given = {"pairs": pairs, "questions": 2, "tokens": 900, "tokenizer": tokenizer, **SIZES.get(task, {})}
-                documents += [repr(PROBES[task].generate(rng, split, Options(**given))) for _ in range(3)]
-    assert hashlib.sha256("\n".join(documents).encode()).hexdigest()[:16] == DIGESTS[task]
+def test_documents_are_those_of_before() -> None:
+    for task, digest in DIGESTS.items():
+        documents = []
+        for tokenizer in (pico_tokenizer(),) if task == "mqar" else (None, pico_tokenizer()):
+            for split in ("train", "eval"):
+                rng = rng_of("unchanged", task, split)
+                for pairs in (4, 9):
+                    given = {
+                        "pairs": pairs,
+                        "questions": 2,
+                        "tokens": 900,
+                        "tokenizer": tokenizer,
+                        **SIZES.get(task, {}),
+                    }
+                    documents += [repr(PROBES[task].generate(rng, split, Options(**given))) for _ in range(3)]
+        assert hashlib.sha256("\n".join(documents).encode()).hexdigest()[:16] == digest, task

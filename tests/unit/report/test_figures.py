@@ -14,7 +14,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from surgery.report.figures import by_value
+from surgery.recipe.methods import Column, all_columns
+from surgery.report.figures import by_value, heatmaps
 from surgery.report.figures.attention import _wrap, attention_map
 from surgery.report.figures.by_value import results_by_value, tasks_by_part
 from surgery.report.figures.canvas import add_axes, label_ends, looks_of, new_figure
@@ -113,9 +114,13 @@ def test_arms_without_a_look_get_one_of_their_own() -> None:
 # ---- head maps
 
 
-def test_panels_are_what_was_measured(tmp_path: Path, figures: list[Figure]) -> None:
+def test_panels_are_what_was_measured(tmp_path: Path, figures: list[Figure], monkeypatch: pytest.MonkeyPatch) -> None:
     assert [column.name for column in panel_columns(head_set())] == EFFECTS
     heads = head_set()
+    columns = {
+        name: Column(name, "of a plugin", unit) for name, unit in (("entropy", "share"), ("attribution", "logits"))
+    }
+    monkeypatch.setattr(heatmaps, "all_columns", lambda: all_columns() | columns)
     more = {"entropy": Interval(0.5, 0.4, 0.6, 50), "attribution": Interval(40.0, 30.0, 50.0, 50)}
     heads = replace(heads, heads=tuple(replace(s, scores={**s.scores, **more}) for s in heads.heads))
     assert {"entropy", "attribution_low"} <= set(rows_of(head_maps(heads, tmp_path)[2])[0])

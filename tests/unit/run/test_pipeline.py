@@ -38,13 +38,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock that only loading a model and a step of training move."""
-    clock, accumulate = Clock(), trainer.accumulate_gradients
+    clock, gradients = Clock(), trainer.StageTrainer._gradients
     config = pico_base(**SHAPE).config
     graft = Graft(family_of(config).mixers(config)[0], (2,), "add", "ssm", ("segment_end",))
 
     def step(*given: Any) -> Any:
         clock.now += STEP
-        return accumulate(*given)
+        return gradients(*given)
 
     def loading(make: Callable[[], Any]) -> Callable[[Run], Any]:
         def load(_: Run) -> Any:
@@ -54,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         return load
 
     monkeypatch.setattr("time.perf_counter", clock)
-    monkeypatch.setattr(trainer, "accumulate_gradients", step)
+    monkeypatch.setattr(trainer.StageTrainer, "_gradients", step)
     monkeypatch.setattr(Run, "untrained", loading(lambda: pico_hybrid([pico_site(0)], **SHAPE)))
     monkeypatch.setattr(Run, "untrained_control", loading(lambda: pico_base(**SHAPE)))
     monkeypatch.setattr(Run, "plan", lambda _: Plan("base", geometry_of(config), (graft,), 0))

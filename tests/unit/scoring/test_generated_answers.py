@@ -10,11 +10,8 @@ from transformers import PreTrainedModel
 
 from surgery.data.encoding import encode
 from surgery.lm_eval_tasks.data import said as said_in_lm_eval
-from surgery.probes.copying import copying_document
 from surgery.probes.documents import Document, Question, rng_of
-from surgery.probes.json_kv import json_kv_document
 from surgery.probes.kv_retrieval import kv_document
-from surgery.probes.needle import needle_document
 from surgery.scoring.generation import (
     answer_batches,
     answer_list,
@@ -26,7 +23,7 @@ from surgery.scoring.generation import (
 from surgery.scoring.ranking import answer_choices
 from tests.support.oracles import naive_generate_answers
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
-from tests.support.samples import TEXT_PROMPTS, sample
+from tests.support.samples import TEXT_PROMPTS, document_of, sample
 
 V = 1024
 
@@ -77,7 +74,7 @@ def test_one_pass_decides_what_generation_decides(name: str) -> None:
 def test_ranks_are_those_of_the_prompt_alone() -> None:
     tokenizer, model = pico_tokenizer(), model_of("hybrid")
     for documents in ([*sample("kv_retrieval", 4), *sample("letter_choice", 2)],
-                      [json_kv_document(rng_of(i), 12, groups=(4,)) for i in range(3)]):  # fmt: skip
+                      [document_of("json_kv", i, pairs=12, groups=(4,)) for i in range(3)]):  # fmt: skip
         expected = answer_choices(model, tokenizer, documents, 8)
         found = generate_answers(model, tokenizer, documents, answer_batches(documents, tokenizer, 8)).ranked
         assert found is not None and torch.equal(found.correct, expected.correct)
@@ -86,7 +83,7 @@ def test_ranks_are_those_of_the_prompt_alone() -> None:
 
 def test_tokens_are_counted_behind_the_right_ones() -> None:
     tokenizer, model = pico_tokenizer(), model_of("base")
-    documents = [copying_document(rng_of("copy", i), 3 + i) for i in range(4)]
+    documents = [document_of("copying", i, pairs=3 + i) for i in range(4)]
     found = generate_answers(model, tokenizer, documents, answer_batches(documents, tokenizer, 4))
     assert found.ranked is None
     for share, document in zip(found.token_accuracy.tolist(), documents, strict=True):
@@ -99,7 +96,7 @@ def test_tokens_are_counted_behind_the_right_ones() -> None:
 
 
 def test_a_list_begins_at_its_first_answer() -> None:
-    document = needle_document(rng_of(0), 600, len, "multi_value")
+    document = document_of("needle_multi_value", tokens=600)
     assert answer_list(document) == document.questions and len(expected_answers(document)[0]) == 4
     several = kv_document(rng_of(0), 5, questions=3)
     assert answer_list(several) == several.questions[-1:]
@@ -133,5 +130,5 @@ def test_what_counts_as_said_here_and_in_lm_eval() -> None:
 
 
 def test_a_copied_passage_has_no_end() -> None:
-    assert expected_answers(copying_document(rng_of(1), 4))[1] is False
+    assert expected_answers(document_of("copying", 1, pairs=4))[1] is False
     assert expected_answers(kv_document(rng_of(1), 4))[1] is True

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import surgery.hybrid.backends as branch_module
+import surgery.hybrid.modeling_hybrid as branch_module
 from surgery.errors import PlanError
-from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.interventions.hooks import record
 from surgery.interventions.silence import silence
 from surgery.models.lookup import mixer_of, structure_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from surgery.errors import PlanError
-from surgery.hybrid.streams import StreamAttention
+from surgery.hybrid.modeling_mamba_hybrid import StreamAttention
 from surgery.models.lookup import family_of, geometry_of, structure_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surgery.data.encoding import encode
 from surgery.errors import PlanError, ProbeError
-from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.interventions.hooks import hooked, record
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.models.spliced import plan_of_hybrid

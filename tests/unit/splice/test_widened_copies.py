@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from surgery.hybrid.attention import SplicedAttention
+from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model

@@ -38,6 +38,13 @@ def opened(folder: Path, **more: Any) -> LogitsCache:
     return LogitsCache(folder, IDENTITY, **more)
 
 
+def filled(folder: Path, seed: int = 0, **more: Any) -> tuple[LogitsCache, EncodedBatch, TopK]:
+    """A cache that holds one batch, not written yet."""
+    cache, batch = opened(folder, **more), batch_of(seed=seed)
+    cache.put(batch, rows_for(batch, seed))
+    return cache, batch, rows_for(batch, seed)
+
+
 def check_found(cache: LogitsCache, batch: EncodedBatch, rows: TopK) -> None:
     found = cache.get(batch)
     assert found is not None
@@ -46,127 +53,85 @@ def check_found(cache: LogitsCache, batch: EncodedBatch, rows: TopK) -> None:
 
 
 def test_what_was_put_in_comes_out_before_and_after_it_is_written(tmp_path: Path) -> None:
-    cache, batch = opened(tmp_path / "cache"), batch_of()
-    rows = rows_for(batch)
-    assert cache.get(batch) is None
-    cache.put(batch, rows)
+    assert opened(tmp_path / "cache").get(batch_of()) is None
+    cache, batch, rows = filled(tmp_path / "cache")
     check_found(cache, batch, rows)
-    assert cache.get(batch_of(seed=1)) is None
     cache.flush()
     check_found(cache, batch, rows)
     check_found(opened(tmp_path / "cache"), batch, rows)
     assert len(opened(tmp_path / "cache")) == 3
+    again, *_ = filled(tmp_path / "cache")
+    again.flush()
+    assert len(list((tmp_path / "cache").glob("shard_*"))) == 1, "the same documents are one shard"
 
 
 def test_a_document_is_found_in_another_order_padding_and_company(tmp_path: Path) -> None:
-    cache, batch = opened(tmp_path), batch_of()
-    rows = rows_for(batch)
-    cache.put(batch, rows)
+    cache, batch, rows = filled(tmp_path)
     other = batch_of(seed=1)
     cache.put(other, rows_for(other, 1))
     cache.flush()
     lengths = batch.attention_mask.sum(1).tolist()
     parts = [TopK(v, i) for v, i in zip(rows.values.split(lengths), rows.indices.split(lengths), strict=True)]
-    mixed = encode(
-        [several_questions()[2], several_questions(3, 1)[0], several_questions()[0]], pico_tokenizer(), "left"
-    )
-    first = int(other.attention_mask[0].sum())
-    expected = [parts[2], rows_for(other, 1)[:first], parts[0]]
+    documents = [several_questions()[2], several_questions(3, 1)[0], several_questions()[0]]
+    expected = [parts[2], rows_for(other, 1)[: int(other.attention_mask[0].sum())], parts[0]]
     values, indices = (torch.cat([getattr(x, name) for x in expected]) for name in ("values", "indices"))
-    check_found(cache, mixed, TopK(values, indices))
+    check_found(cache, encode(documents, pico_tokenizer(), "left"), TopK(values, indices))
 
 
-def test_a_batch_that_is_known_in_part_is_not_known(tmp_path: Path) -> None:
+def test_another_document_is_not_found(tmp_path: Path) -> None:
+    """The hash is of all tokens, so a prefix is another one. A batch that is known in part is not known."""
     cache, batch = opened(tmp_path), batch_of()
-    part = batch[:2]
-    cache.put(part, rows_for(part))
-    assert cache.get(part) is not None
-    assert cache.get(batch) is None
-
-
-def test_a_document_that_goes_on_is_another(tmp_path: Path) -> None:
-    """The hash is of all tokens: neither a prefix nor the padding token behind it is the same document."""
-    cache, batch = opened(tmp_path), batch_of(1)
-    cache.put(batch, rows_for(batch))
-    shorter = encode(several_questions(1), pico_tokenizer(), until_answer=True)
-    assert cache.get(shorter) is None
+    cache.put(batch[:2], rows_for(batch[:2]))
+    assert cache.get(batch[:2]) is not None and cache.get(batch) is None
+    assert cache.get(encode(several_questions(1), pico_tokenizer(), until_answer=True)) is None
 
 
 def test_shards_are_written_every_so_often(tmp_path: Path) -> None:
-    cache = opened(tmp_path, flush_every=2)
-    shards = []
+    cache, shards = opened(tmp_path, flush_every=2), list[int]()
     for seed in range(5):
         batch = batch_of(1, seed=seed)
         cache.put(batch, rows_for(batch, seed))
         shards.append(len(list(tmp_path.glob("shard_*"))))
     assert shards == [0, 1, 1, 2, 2]
     for seed in range(5):
-        batch = batch_of(1, seed=seed)
-        check_found(cache, batch, rows_for(batch, seed))
+        check_found(cache, batch_of(1, seed=seed), rows_for(batch_of(1, seed=seed), seed))
 
 
 def test_processes_find_each_others_documents(tmp_path: Path) -> None:
-    mine, other = opened(tmp_path), opened(tmp_path, main=False)
-    batch, theirs = batch_of(seed=0), batch_of(seed=1)
-    mine.put(batch, rows_for(batch))
-    other.put(theirs, rows_for(theirs, 1))
+    mine, *own = filled(tmp_path)
+    other, *theirs = filled(tmp_path, seed=1, main=False)
     other.flush()
     mine.flush()
-    check_found(mine, theirs, rows_for(theirs, 1))
-    check_found(opened(tmp_path), batch, rows_for(batch))
+    check_found(mine, *theirs)
+    check_found(opened(tmp_path), *own)
 
 
-def test_the_same_documents_twice_are_one_shard(tmp_path: Path) -> None:
-    batch = batch_of()
-    for cache in (opened(tmp_path), opened(tmp_path)):
-        cache.put(batch, rows_for(batch))
-    cache.flush()
-    opened(tmp_path)
-    assert len(list(tmp_path.glob("shard_*"))) == 1
-
-
-def test_a_folder_of_another_identity_is_refused_and_says_why(tmp_path: Path) -> None:
-    cache, batch = opened(tmp_path), batch_of()
-    cache.put(batch, rows_for(batch))
-    cache.flush()
-    with pytest.raises(RunError, match="another teacher"):
-        LogitsCache(tmp_path, {**IDENTITY, "teacher": "abd"})
-    with pytest.raises(RunError, match="another tokenizer"):
-        LogitsCache(tmp_path, {**IDENTITY, "tokenizer": "x"})
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("all of it")
+def test_a_folder_of_another_identity_or_of_something_else_is_refused(tmp_path: Path) -> None:
+    filled(tmp_path)[0].flush()
+    for change in ({"teacher": "abd"}, {"tokenizer": "x"}):
+        with pytest.raises(RunError, match=f"another {next(iter(change))}"):
+            LogitsCache(tmp_path, {**IDENTITY, **change})
+    for text in ("[]", "null", "7", "{", ""):
+        (tmp_path / "cache.json").write_text(text)
+        with pytest.raises(RunError, match=r"cache\.json.*Delete"):
+            opened(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("all of it")
     with pytest.raises(RunError, match="other files"):
-        opened(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+        opened(tmp_path / "other")
+    assert [p.name for p in (tmp_path / "other").iterdir()] == ["thesis.tex"]
 
 
-def test_a_torn_shard_is_named(tmp_path: Path) -> None:
-    cache, batch = opened(tmp_path), batch_of()
-    cache.put(batch, rows_for(batch))
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    cache, batch, _ = filled(tmp_path)
     cache.flush()
     (shard,) = tmp_path.glob("shard_*")
-    shard.write_bytes(shard.read_bytes()[:-50])
-    with pytest.raises(RunError, match=rf"{shard.name}.*Delete it"):
-        opened(tmp_path)
+    for damage in (lambda: shard.write_bytes(shard.read_bytes()[:-50]), lambda: save_file({"x": torch.ones(1)}, shard)):
+        damage()
+        with pytest.raises(RunError, match=rf"{shard.name}.*Delete it"):
+            opened(tmp_path)
     shard.unlink()
     assert opened(tmp_path).get(batch) is None
-
-
-def test_a_shard_of_something_else_is_named(tmp_path: Path) -> None:
-    opened(tmp_path)
-    save_file({"documents": torch.zeros(1, 16, dtype=torch.uint8)}, tmp_path / "shard_0.safetensors")
-    with pytest.raises(RunError, match=r"shard_0\.safetensors.*Delete it"):
-        opened(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[]", "null", "7", "{", ""])
-def test_an_identity_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
-    opened(tmp_path)
-    (tmp_path / "cache.json").write_text(text)
-    with pytest.raises(RunError, match=r"cache\.json.*Delete"):
-        opened(tmp_path)
 
 
 def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path: Path) -> None:
@@ -174,14 +139,11 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path: Path) -> 
     half = leftover(tmp_path / "shard_0123.safetensors")
     opened(tmp_path, main=False)
     assert half.exists()
-    assert len(opened(tmp_path)) == 0
-    assert not half.exists()
+    assert len(opened(tmp_path)) == 0 and not half.exists()
 
 
 def test_a_full_disk_is_reported_and_what_was_written_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, batch, more = opened(tmp_path), batch_of(), batch_of(seed=1)
-    cache.put(batch, rows_for(batch))
-    cache.flush()
+    filled(tmp_path)[0].flush()
     before = {p: p.read_bytes() for p in tmp_path.iterdir()}
 
     def half(tensors: Any, path: Path) -> None:
@@ -189,14 +151,6 @@ def test_a_full_disk_is_reported_and_what_was_written_is_kept(tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "save_file", half)
-    cache.put(more, rows_for(more, 1))
     with pytest.raises(RunError, match="No space left"):
-        cache.flush()
+        filled(tmp_path, seed=1)[0].flush()
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-def test_rows_of_another_batch_are_our_own_mistake(tmp_path: Path) -> None:
-    batch = batch_of()
-    rows = rows_for(batch)
-    with pytest.raises(AssertionError):
-        opened(tmp_path).put(batch, rows[: len(rows) - 1])

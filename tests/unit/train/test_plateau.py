@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,7 +13,6 @@ from surgery.recipe import Optimizer, Train, TrainStage
 from surgery.train.optimizer import learning_rate_factor
 from surgery.train.plateau import LAST_STEP, find_plateau, num_steps_from, plateau_to_json, stage_lengths
 
-ROOT = Path(__file__).parents[3]
 SOURCE = {"task": "kv_retrieval", "rows": 1, "weights": {"answer": 1.0, "attention": 1.0}}
 ROWS = {"data": {"path": "rows.jsonl"}, "tokens": 1000, "weights": {"answer": 1.0}}
 WSD = Optimizer(schedule="wsd")
@@ -35,8 +32,8 @@ def entries(losses: list[float], name: str = "loss") -> list[dict[str, float]]:
     return [{"step": i + 1, name: loss} for i, loss in enumerate(losses)]
 
 
-def found(losses: list[float], made: TrainStage | None = None, name: str = "loss") -> int | None:
-    return find_plateau(entries(losses, name), made or stage())
+def found(losses: list[float], made: TrainStage | None = None) -> int | None:
+    return find_plateau(entries(losses), made or stage())
 
 
 def noisy(losses: list[float], seed: int, spread: float = 0.45) -> list[float]:
@@ -50,66 +47,41 @@ FLAT_AFTER = [3.0 * 0.98 ** min(i, 150) for i in range(STEPS)]
 PLATEAU = 250
 
 
-def test_a_falling_loss_is_at_no_plateau() -> None:
-    assert found(FALLING) is None
-    assert found([1.0 / (1 + i / 40) for i in range(200)]) is None
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_noise_on_a_falling_loss_is_no_plateau(seed: int) -> None:
-    assert found(noisy(FALLING, seed)) is None
-
-
-def test_a_loss_that_stays_flat_after_it_has_fallen_is_at_a_plateau() -> None:
+def test_which_losses_are_at_a_plateau() -> None:
     """The means from step 150 on are equal, and three of them without an improvement follow the first one."""
     assert found(FLAT_AFTER) == PLATEAU == 150 + 4 * WINDOW
     assert found(FLAT_AFTER, stage(patience=5)) == 150 + 6 * WINDOW
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_noise_hides_no_plateau(seed: int) -> None:
-    after = found(noisy(FLAT_AFTER, seed))
-    assert after is not None and 150 < after <= STEPS - WINDOW
-
-
-@pytest.mark.parametrize("value", [0.0, 2.0])
-def test_a_loss_that_never_fell_is_at_no_plateau(value: float) -> None:
-    assert found([value] * STEPS) is None
-    assert found([0.5 + i / 100 for i in range(STEPS)]) is None
-
-
-def test_a_plateau_at_chance_is_waited_out() -> None:
-    """A head that finds its place after 150 steps at chance."""
     late = [5.0] * 150 + [5.0 * 0.97**i for i in range(100)] + [0.2] * 150
-    assert found(late[:150]) is None and found(late[:250]) is None
-    assert found(late) == 250 + 4 * WINDOW
-
-
-def test_the_disturbance_at_the_start_is_no_plateau() -> None:
-    """A base that starts well gets worse first: patience is counted from the first improvement on the start."""
-    disturbed = [0.6] * WINDOW + [1.2 * 0.99**i for i in range(STEPS - WINDOW)]
-    assert found(disturbed) is None
-
-
-def test_slow_progress_within_the_patience_counts() -> None:
+    assert found(late) == 250 + 4 * WINDOW, "a head that finds its place after 150 steps at chance"
     slow = [2.0 * 0.97 ** (i // WINDOW) for i in range(STEPS)]
-    assert found(slow, stage(threshold=0.05)) is None
-    assert found(slow, stage(threshold=0.1)) is not None
+    assert found(slow, stage(threshold=0.05)) is None and found(slow, stage(threshold=0.1)) is not None
+    for losses, why in (
+        (FALLING, "it falls"),
+        (late[:250], "it was at chance, and fell"),
+        ([0.0] * STEPS, "it never fell"),
+        ([0.5 + i / 100 for i in range(STEPS)], "it rises"),
+        ([0.6] * WINDOW + [1.2 * 0.99**i for i in range(STEPS - WINDOW)], "a base that starts well gets worse first"),
+    ):
+        assert found(losses) is None, why
+    for seed in range(20):
+        assert found(noisy(FALLING, seed)) is None, seed
+        after = found(noisy(FLAT_AFTER, seed))
+        assert after is not None and 150 < after <= STEPS - WINDOW, seed
 
 
-@pytest.mark.parametrize(("least", "expected"), [(1, 250), (251, 275), (275, 275), (None, 250)])
-def test_there_is_no_plateau_before_the_least_number_of_steps(least: int | None, expected: int) -> None:
-    """By default half of the steps."""
-    assert found(FLAT_AFTER, stage(min_steps=least)) == expected
-    assert found(FLAT_AFTER, stage(700, min_steps=least)) == (350 if least is None else expected)
+def test_there_is_no_plateau_before_the_least_number_of_steps_nor_too_late_to_shorten_the_stage() -> None:
+    for least, expected in ((1, 250), (251, 275), (275, 275), (None, 250)):  # by default half of the steps
+        assert found(FLAT_AFTER, stage(min_steps=least)) == expected
+        assert found(FLAT_AFTER, stage(700, min_steps=least)) == (350 if least is None else expected)
+    assert found(FLAT_AFTER[:300], stage(300, decay=0.1)) == PLATEAU
+    assert found(FLAT_AFTER[:300], stage(300, decay=0.2)) is None
 
 
 def test_the_answer_follows_from_the_steps_until_then() -> None:
     """As after every step of a run, and after a resumption at any step."""
-    losses, made = noisy(FLAT_AFTER, 3), stage()
-    first = next(step for step in range(STEPS + 1) if find_plateau(entries(losses[:step]), made) is not None)
-    assert found(losses) == first
-    assert {find_plateau(entries(losses[:step]), made) for step in range(first, STEPS + 1)} == {first}
+    losses = noisy(FLAT_AFTER, 3)
+    first = next(step for step in range(STEPS + 1) if found(losses[:step]) is not None)
+    assert {found(losses[:step]) for step in range(first, STEPS + 1)} == {first}
 
 
 def test_one_objective_can_be_monitored() -> None:
@@ -119,46 +91,24 @@ def test_one_objective_can_be_monitored() -> None:
     assert find_plateau(entries(FALLING), stage(monitor="attention")) is None, "a model without spliced heads"
 
 
-@pytest.mark.parametrize("curve", ["training", "no_splice_training"])
-def test_the_quickstart_s_own_curves_still_fall(curve: str) -> None:
-    with open(ROOT / "checkpoints" / "quickstart" / "figures" / curve / f"{curve}.csv", encoding="utf-8") as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file)]
-    assert len(losses) == 250 and found(losses) is None
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.05, 0.1, 0.25, 0.3, 0.5, 0.9])
-@pytest.mark.parametrize("plateau", [1, 20, 33, 175, 225])
-def test_rates_are_those_of_a_stage_of_this_length(decay: float, plateau: int) -> None:
+def test_rates_are_those_of_a_stage_of_this_length() -> None:
     """So the same weights follow from `steps` alone: constant until the plateau, then the decay."""
-    made = stage(decay=decay, window=5)
-    steps, settings = num_steps_from(plateau, made), made.optimizer.model_copy(update={"warmup": 0})
-    assert plateau <= steps <= STEPS
-    rates = [learning_rate_factor(step, steps, settings) for step in range(steps)]
-    if steps < STEPS:
-        assert all(rate == 1.0 for rate in rates[:plateau]), "these steps were taken before the length was known"
-        assert len(rates) - plateau == pytest.approx(decay * steps, abs=0.5)
-    assert decay == 0.0 or rates[-1] < 1.0 or steps - plateau <= 1
-
-
-def test_a_plateau_too_late_to_shorten_the_stage_is_none() -> None:
-    losses = FLAT_AFTER[:300]
-    assert found(losses, stage(300, decay=0.1)) == PLATEAU
-    assert found(losses, stage(300, decay=0.2)) is None
-
-
-def test_a_constant_rate_ends_at_once() -> None:
     assert num_steps_from(225, stage(schedule="constant")) == 225
+    for decay in (0.0, 0.05, 0.1, 0.3, 0.5, 0.9):
+        for plateau in (1, 33, 225):
+            made = stage(decay=decay, window=5)
+            steps, settings = num_steps_from(plateau, made), made.optimizer.model_copy(update={"warmup": 0})
+            assert plateau <= steps <= STEPS
+            rates = [learning_rate_factor(step, steps, settings) for step in range(steps)]
+            if steps < STEPS:
+                assert all(rate == 1.0 for rate in rates[:plateau]), "taken before the length was known"
+                assert len(rates) - plateau == pytest.approx(decay * steps, abs=0.5)
+            assert decay == 0.0 or rates[-1] < 1.0 or steps - plateau <= 1
 
 
 def test_lengths_of_stages_follow_from_the_history() -> None:
-    section = Train.model_validate(
-        {
-            "stages": [
-                {**stage(steps, window=5).model_dump(), "name": name}
-                for name, steps in (("a", 50), ("b", 40), ("c", 30))
-            ]
-        }
-    )
+    of_each = [(stage(steps, window=5).model_dump(), name) for steps, name in ((50, "a"), (40, "b"), (30, "c"))]
+    section = Train.model_validate({"stages": [{**made, "name": name} for made, name in of_each]})
     assert stage_lengths([], section) == [50, 40, 30]
     history: list[dict[str, float]] = [{"step": step} for step in range(1, 101)]
     history[59] = {"step": 60, LAST_STEP: 70}
@@ -168,74 +118,52 @@ def test_lengths_of_stages_follow_from_the_history() -> None:
     described = {"a": {"steps": 44, "plateau": 40}, "b": {"steps": 26, "plateau": 60}, "c": {"steps": 30}}
     assert plateau_to_json(history, section) == described
     fixed = section.with_steps([44, 26, 30])
-    assert fixed.num_all_steps == 100 and not fixed.has_plateau and section.has_plateau
-    assert [s.name for s in fixed.sequence] == ["a", "b", "c"] and stage_lengths(history[:30], fixed) == [44, 26, 30]
+    assert fixed.num_all_steps == 100 and not fixed.has_plateau and stage_lengths(history[:30], fixed) == [44, 26, 30]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+def test_a_plateau_that_could_not_end_a_stage_is_refused() -> None:
+    late = Optimizer(schedule="wsd", warmup=380)
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"optimizer": Optimizer()}, "cannot end a cosine.*Set `optimizer.schedule` to wsd or constant"),
         ({"optimizer": Optimizer(schedule="wsd", decay=1.0)}, "needs steps at a constant rate.*Set it below 1"),
         ({"sources": [{**SOURCE, "weights": {"answer": (1.0, 0.0)}}]}, "constant weights.*Set one number"),
         ({"steps": 50, "plateau": {}}, "`window: 25`, `patience: 3`.*Set `steps` to 140, or lower `plateau.window`"),
         ({"plateau": {"min_steps": 500}}, "`min_steps: 500`.*Set `steps` to 557, or lower `plateau.min_steps`"),
-        ({"plateau": {"window": 500}}, "`window: 500`.*Set `steps` to 2779, or lower `plateau.window`"),
         (
             {"optimizer": WSD.model_copy(update={"decay": 0.5}), "plateau": {}},
             "half of the.* Set `plateau.min_steps`, or `optimizer.decay` below 0.5",
         ),
+        ({"optimizer": late}, "`optimizer.warmup: 380`.*Set `steps` to 445, or lower `o"),
         (
-            {"optimizer": Optimizer(schedule="wsd", warmup=380)},
-            "`optimizer.warmup: 380`.*Set `steps` to 445, or lower `o",
-        ),
-        (
-            {"optimizer": Optimizer(schedule="wsd", warmup=380), "plateau": {"min_steps": 380}},
+            {"optimizer": late, "plateau": {"min_steps": 380}},
             "`optimizer.warmup: 380`, `min_steps: 380`.*lower `optimizer.warmup` and `plateau.min_steps`",
         ),
-        (
-            {"optimizer": Optimizer(schedule="wsd", decay=0.6, warmup=380), "plateau": {}},
-            "or lower `optimizer.warmup`$|Lower `o",
-        ),
         ({"plateau": {"window": 10**9}}, "ends at step 5555555556. Lower `plateau.window`"),
-        (
-            {"steps": None, "tokens": 10**4, "sources": [ROWS], "plateau": {}},
-            "end 10 steps early.*Set `tokens` to 139001,",
-        ),
+        ({"steps": None, "tokens": 10**4, "sources": [ROWS], "plateau": {}}, "10 steps early.*`tokens` to 139001,"),
         ({"plateau": {"monitor": "lm"}}, "`plateau.monitor` is lm.*Use one of loss, answer, attention"),
-    ],
-)
-def test_a_plateau_that_could_not_end_a_stage_is_refused(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        TrainStage.model_validate({**stage().model_dump(), **change})
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1, 0.45])
-@pytest.mark.parametrize(("least", "warmup"), [(None, 20), (1, 0), (1, 55), (17, 20), (60, 20)])
-@pytest.mark.parametrize(("window", "patience"), [(1, 1), (7, 2), (10, 3)])
-def test_a_stage_is_refused_if_its_fastest_loss_could_not_end_it(
-    window: int, patience: int, least: int | None, warmup: int, decay: float
-) -> None:
-    """The loss falls once, in the second window. The error names the next number of steps that is accepted."""
-    settings = {"window": window, "patience": patience, "min_steps": least, "warmup": warmup}
-    plateau, possible = stage(1000, decay, **settings).plateau, list[int]()
-    suggested: dict[int, int] = {}
-    for steps in range(1, 150):
-        made = stage(decay=decay, warmup=warmup).model_copy(update={"steps": steps, "plateau": plateau})
-        after = found([2.0] * window + [1.0] * steps, made)
-        if after is not None:
-            possible.append(steps)
-            assert after == made.plateau.earliest(steps, warmup) >= warmup
-            assert stage(steps, decay, **settings).num_steps == steps
-        else:
-            with pytest.raises(ValueError, match="`plateau` cannot end") as error:
-                stage(steps, decay, **settings)
-            suggested[steps] = int(re.search(r"Set `steps` to (\d+)", str(error.value))[1])
-    assert possible and suggested
-    for steps, more in suggested.items():
-        assert more == next((n for n in possible if n > steps), more)
-
-
-def test_a_stage_without_sources_is_not_asked_for_its_steps() -> None:
-    with pytest.raises(ValueError, match="has no `sources`"):
+    ]
+    for change, says in cases:
+        with pytest.raises(ValueError, match=says):
+            TrainStage.model_validate({**stage().model_dump(), **change})
+    with pytest.raises(ValueError, match="has no `sources`"):  # such a stage is not asked for its steps
         Train.model_validate({"tokens": 10**6, "optimizer": {"schedule": "wsd"}, "plateau": {}})
+
+
+def test_a_stage_is_refused_if_its_fastest_loss_could_not_end_it() -> None:
+    """The loss falls once, in the second window. The error names the next number of steps that is accepted."""
+    for window, patience, least, warmup, decay in ((1, 1, None, 20, 0.1), (7, 2, 60, 20, 0.45), (10, 3, 1, 55, 0.0)):
+        settings = {"window": window, "patience": patience, "min_steps": least, "warmup": warmup}
+        plateau, possible, suggested = stage(1000, decay, **settings).plateau, list[int](), dict[int, int]()
+        for steps in range(1, 150, 3):
+            made = stage(decay=decay, warmup=warmup).model_copy(update={"steps": steps, "plateau": plateau})
+            after = found([2.0] * window + [1.0] * steps, made)
+            if after is not None:
+                possible.append(steps)
+                assert stage(steps, decay, **settings).num_steps == steps
+            else:
+                with pytest.raises(ValueError, match="`plateau` cannot end") as error:
+                    stage(steps, decay, **settings)
+                suggested[steps] = int(re.search(r"Set `steps` to (\d+)", str(error.value))[1])  # type: ignore[index]
+        assert possible and suggested
+        for steps, more in suggested.items():
+            assert steps < more <= next((n for n in possible if n > steps), more)

@@ -68,6 +68,16 @@ class Comparison(Section):
             raise ValueError("`read_twice` adds arms to runs of `surgery run` only. Remove it.")
         return evaluate
 
+    def bases(self) -> dict[str, Base]:
+        """The models by name; equal names are numbered."""
+        names = [public_name(model) for model in self.models]
+        bases = {}
+        for i, (name, model) in enumerate(zip(names, self.models, strict=True)):
+            numbered = name if names.count(name) == 1 else f"{name} ({1 + names[:i].count(name)})"
+            base = Base(model=model, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
+            bases[numbered] = base.named("MODEL")
+        return bases
+
 
 def load_comparison(models: Sequence[str], overrides: Sequence[str] = ()) -> Comparison:
     """Make the settings for these models, with overrides such as `evaluate.examples=50`.
@@ -108,13 +118,7 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
         inputs = {f"models.{i}": model for i, model in enumerate(recipe.models)}
         check_replaceable("folder", folder, "comparison", inputs, "Set another name, such as name=my-comparison.")
         began = time.perf_counter()
-        bases: dict[str, Base] = {}
-        names = [public_name(model) for model in recipe.models]
-        for i, (name, model) in enumerate(zip(names, recipe.models, strict=True)):
-            numbered = name if names.count(name) == 1 else f"{name} ({1 + names[:i].count(name)})"
-            base = Base(model=model, dtype=recipe.dtype, trust_remote_code=recipe.trust_remote_code)
-            bases[numbered] = base.named("MODEL")
-        results, models = _evaluate(recipe, bases, progress)
+        results, models = _evaluate(recipe, recipe.bases(), progress)
         from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
         from surgery.report.figures.curves import accuracy_by_pairs
 
@@ -141,16 +145,16 @@ def _evaluate(
         check_vocabulary(tokenizers[name], load_config(base), base.model)
         check_finite(base)
     first = next(iter(bases))
-    prompts = {first: make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizers[first])}
-    for name, tokenizer in tokenizers.items():
-        shared = encode_alike(tokenizer, tokenizers[first])
-        prompts[name] = prompts[first] if shared else make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
+    shared = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizers[first])
+    prompts = {
+        name: shared
+        if encode_alike(other, tokenizers[first])
+        else make_prompts(recipe.evaluate, recipe.seed, tokenizer=other)
+        for name, other in tokenizers.items()
+    }
     arms: dict[str, Arm] = {}
     models: dict[str, PreTrainedModel] = {}
-    skipped = {}
     for index, (name, base) in enumerate(bases.items()):
-        if prompts[name] is not prompts[first]:
-            skipped[name] = f"not tested against {first}, since it has another tokenizer"
 
         def tick(done: int, total: int, name: str = name, index: int = index) -> None:
             if progress is not None:
@@ -161,21 +165,20 @@ def _evaluate(
         if recipe.evaluate.efficiency is not None:
             models[name] = model
         del model  # before the next one is loaded
+    others = [name for name in bases if prompts[name] is not shared]
     flags = {
         name: {task: np.asarray(x, bool) for task, x in arm.correct.items()}
         for name, arm in arms.items()
-        if name not in skipped
+        if name not in others
     }
+    public = {name: public_name(base.model) for name, base in bases.items()}
     results = {
         "arms": {name: arm.summary for name, arm in arms.items()},
         "comparisons": contrasts(flags, [(name, first) for name in flags if name != first], recipe.seed),
-        "skipped": skipped,
-        "models": {name: public_name(base.model) for name, base in bases.items()},
+        "skipped": dict.fromkeys(others, f"not tested against {first}, since it has another tokenizer"),
+        "models": public,
         "revisions": {name: revision_of(base) for name, base in bases.items()},
         "seed": recipe.seed,
-        "recipe": {
-            **recipe.model_dump(mode="json"),
-            "models": [public_name(model) for model in recipe.models],
-        },
+        "recipe": {**recipe.model_dump(mode="json"), "models": list(public.values())},
     }
     return results, models

@@ -1,0 +1,40 @@
+"""Loops over cases: one test that names the case in which it fails."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def each(names: str | tuple[str, ...], values: Iterable[Any], ids: Iterable[str] = ()) -> Callable[[Any], Any]:
+    """Decorate a test to run for each of these values, as `pytest.mark.parametrize` takes them, as one test.
+
+    Fixtures are shared by all cases.
+
+    Args:
+        names: names of the arguments, separated by commas, or a tuple of them.
+        values: a value for each case; a tuple where there are several arguments.
+        ids: names of the cases.
+    """
+    arguments = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else names
+    cases, labels = list(values), list(ids)
+
+    def decorate(test: Any) -> Any:
+        @functools.wraps(test)
+        def run_all(*args: Any, **fixtures: Any) -> None:
+            for number, case in enumerate(cases):
+                given = dict(zip(arguments, case if len(arguments) > 1 else (case,), strict=True))
+                try:
+                    test(*args, **fixtures, **given)
+                except Exception as error:
+                    error.add_note(f"case: {labels[number] if labels else given}")
+                    raise
+
+        signature = inspect.signature(test)
+        left = [parameter for name, parameter in signature.parameters.items() if name not in arguments]
+        run_all.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        return run_all
+
+    return decorate

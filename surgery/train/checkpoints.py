@@ -52,15 +52,11 @@ def identity_of(model: nn.Module, section: Train, number: int, seed: int, grafts
 def save_checkpoint(
     folder: Path, model: nn.Module, optimizer: Any, step: int, state: dict[str, Any], accelerator: Accelerator
 ) -> None:
-    """Write `step_*/` atomically, then delete all but the two newest. All processes must call it.
+    """Write `step_*/` in the stage's folder atomically, then delete all but the two newest. All processes must call it.
 
     Args:
-        folder: folder of the stage.
-        model: its parameters are saved.
-        optimizer: its state is saved.
         step: number of finished steps.
         state: data that JSON can store. `of` identifies the training.
-        accelerator: of this process.
 
     Raises:
         RunError: the disk is full. The older checkpoint is not deleted.
@@ -95,14 +91,12 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: Any, identity: str, accelerator: Accelerator
 ) -> dict[str, Any] | None:
-    """Load the newest checkpoint that can be read. All processes must call it.
+    """Load the newest checkpoint of the stage's folder that can be read. All processes must call it.
 
     Args:
-        folder: folder of the stage.
         model: its parameters are overwritten.
         optimizer: its state is overwritten.
         identity: must be equal to `of` in the state.
-        accelerator: of this process.
 
     Returns:
         The state of the checkpoint; None if there is none.

@@ -38,7 +38,6 @@ class Adapters:
 
     Args:
         model: changed in place.
-        section: the recipe's section `lora`.
         grafts: the spliced heads. SSM heads that they replace stay silent after merging.
 
     Raises:
@@ -131,7 +130,6 @@ def adapter_targets(model: PreTrainedModel, section: Lora) -> list[str]:
 
     Args:
         model: a hybrid or its base, which may be on the meta device.
-        section: the recipe's section `lora`.
 
     Raises:
         RecipeError: a target matches no linear layer, or its weight is that of the input embeddings.

@@ -89,12 +89,7 @@ class StepSplit:
     pass_cost: int = PASS_COST_ON_CPU
 
     def __call__(self, documents: Sequence[Sequence[Document]], tokenizer: PreTrainedTokenizerBase) -> list[MicroBatch]:
-        """Encode this process's share of the documents of a step, and put them into micro-batches on the CPU.
-
-        Args:
-            documents: documents of the step by source, for all processes.
-            tokenizer: encodes the documents.
-        """
+        """Encode this process's share of the documents of a step, by source, and put them into passes on the CPU."""
         shares = [drawn[self.rank :: self.world] for drawn in documents]
         owners = [index for index, share in enumerate(shares) for _ in share]
         encoded, lengths = None, list[int]()
@@ -167,10 +162,7 @@ def step_counts(
     """Count the terms of every objective in the whole step, by source, as the share of one process.
 
     Args:
-        sources: of the stage.
-        micro_batches: of this process.
         spliced: True if the model has spliced heads. Otherwise objectives that need a splice may have no terms.
-        accelerator: sums the counts of all processes.
 
     Raises:
         RunError: an objective has no terms in the whole step.

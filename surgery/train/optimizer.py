@@ -48,8 +48,6 @@ def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[i
     """Set `requires_grad` of all parameters according to the stage's `trainable`.
 
     Args:
-        model: changed in place.
-        stage: of the recipe.
         layers: layers to train for `spliced_layers` if the model has no splice, as the control.
 
     Returns:
@@ -81,14 +79,10 @@ def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[i
 
 
 def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW with separate learning rates for new heads, adapters and the other parameters.
+    """AdamW with separate learning rates for new heads, adapters and the other parameters of the model.
 
-    Vectors, such as norms and biases, and an SSM's A_log, D and dt_bias have no weight decay.
-
-    Args:
-        model: owner of the parameters.
-        parameters: the parameters to train.
-        settings: the recipe's section `optimizer`. Rates that it does not set are those for the model's size.
+    Rates that the settings leave out are those for the model's size. Vectors, such as norms and biases, and an SSM's
+    A_log, D and dt_bias have no weight decay.
     """
     settings = settings.at_size(base_size(model))
     new, adapters = ({id(p) for p in kind} for kind in (spliced_parameters(model), adapter_parameters(model)))
@@ -105,13 +99,7 @@ def adamw(model: nn.Module, parameters: Sequence[nn.Parameter], settings: Optimi
 
 
 def learning_rate_factor(step: int, steps: int, settings: Optimizer) -> float:
-    """Learning rate at a step divided by its peak: linear warm-up, then the schedule down to `floor`.
-
-    Args:
-        step: counted from 0.
-        steps: number of steps of the stage.
-        settings: the recipe's section `optimizer`.
-    """
+    """Learning rate at a step, from 0, divided by its peak: linear warm-up, then the schedule down to `floor`."""
     if step < settings.warmup:
         return (step + 1) / (settings.warmup + 1)
     if settings.schedule == "constant":

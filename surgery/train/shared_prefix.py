@@ -62,9 +62,7 @@ class SharedPrefix:
     """Run the layers below the lowest trainable one once for base and model.
 
     Args:
-        model: shares its weights below `layer` with `base`.
-        base: the frozen base.
-        layer: the first layer that runs in both models.
+        layer: the first layer that runs in both models. They share the weights below it.
     """
 
     def __init__(self, model: PreTrainedModel, base: PreTrainedModel, layer: int) -> None:

@@ -128,8 +128,6 @@ def growing_loss(history: Sequence[Mapping[str, float]], stage: TrainStage, voca
 
     Args:
         history: entries of the steps of this stage, each with its weighted losses.
-        stage: with the weights and the temperature.
-        vocab_size: of the model.
     """
     for name, objective in OBJECTIVES.items():
         if not objective.in_nats:

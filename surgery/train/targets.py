@@ -177,11 +177,8 @@ def _weighted(objective: Any, inputs: ObjectiveInputs, factors: Mapping[int, flo
 def logits_at(model: nn.Module, rows_M: Tensor | None) -> Iterator[None]:
     """Let a causal language model compute the logits of these tokens of the flattened batch only, as (1,M,V).
 
-    The logits of all tokens may take more memory and time than the layers, if the vocabulary is large.
-
-    Args:
-        model: may be wrapped by Accelerate.
-        rows_M: None for the logits of all tokens.
+    The logits of all tokens may take more memory and time than the layers, if the vocabulary is large. None computes
+    them all.
     """
     if rows_M is None:
         yield
@@ -195,12 +192,7 @@ def logits_at(model: nn.Module, rows_M: Tensor | None) -> Iterator[None]:
 
 
 def model_options(needs: Collection[str], batch: EncodedBatch) -> dict[str, Any]:
-    """Keyword arguments with which a hybrid returns the needed outputs.
-
-    Args:
-        needs: needs of the objectives, such as `model.attention`.
-        batch: input of the model.
-    """
+    """Keyword arguments with which a hybrid returns what objectives need of it, such as `model.attention`."""
     options: dict[str, Any] = {}
     if "model.full_attention" in needs:
         index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)

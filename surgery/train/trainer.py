@@ -71,19 +71,6 @@ class StageTrainer:
         on_step: called on every process after each step with its number and the history. On a GPU, the history may end
             with the entry of the step before, since the losses of this one are still being computed.
         layers: layers that `trainable: spliced_layers` selects in a control.
-
-    Attributes, set by `prepare`:
-        streams: documents of every source.
-        adapters: LoRA adapters, not merged. None without `trainable: lora`.
-        precision: of matrix products.
-        student: the model that is trained and saved. With FSDP2 it is a sharded twin.
-        wrapped: the student, wrapped by Accelerate.
-        optimizer: wrapped by Accelerate.
-        identity: hash of the training, which its checkpoints have.
-        start: number of steps that a checkpoint has finished.
-        packing: True if documents share rows.
-        split: how the documents of a step are put into passes.
-        pass_tokens: largest number of tokens in a pass, padding included. Set when memory runs out.
     """
 
     model: PreTrainedModel
@@ -98,17 +85,18 @@ class StageTrainer:
     on_step: OnStep | None = None
     layers: Sequence[int] = ()
 
-    streams: list[Any] = field(init=False)
-    adapters: Adapters | None = field(init=False, default=None)
-    precision: Precision = field(init=False)
-    student: PreTrainedModel = field(init=False)
-    wrapped: nn.Module = field(init=False)
-    optimizer: Any = field(init=False)
-    identity: str = field(init=False)
-    start: int = field(init=False, default=0)
-    packing: bool = field(init=False)
-    split: StepSplit = field(init=False)
-    pass_tokens: int | None = field(init=False, default=None)
+    # Set by `prepare`.
+    streams: list[Any] = field(init=False)  # documents of every source
+    adapters: Adapters | None = field(init=False, default=None)  # of LoRA, not merged
+    precision: Precision = field(init=False)  # of matrix products
+    student: PreTrainedModel = field(init=False)  # what is trained and saved: the model, or with FSDP2 a sharded twin
+    wrapped: nn.Module = field(init=False)  # the student, wrapped by Accelerate
+    optimizer: Any = field(init=False)  # wrapped by Accelerate
+    identity: str = field(init=False)  # hash of the training, which its checkpoints have
+    start: int = field(init=False)  # number of steps that a checkpoint has finished
+    packing: bool = field(init=False)  # True if documents share rows
+    split: StepSplit = field(init=False)  # how the documents of a step are put into passes
+    pass_tokens: int | None = field(init=False, default=None)  # most in a pass, with padding. Set when memory runs out
 
     @property
     def stage(self) -> TrainStage:

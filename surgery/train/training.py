@@ -150,11 +150,7 @@ def _stage_folder(folder: Path | str | None, section: Train, number: int) -> Pat
 
 
 def _stages_left(folders: Mapping[int, Path | None], accelerator: Accelerator) -> list[int]:
-    """Stages to train, from the last one that has checkpoints. Sets broken checkpoints aside.
-
-    Args:
-        folders: folder of checkpoints by number of the stage, or None.
-    """
+    """Stages to train, from the last one that has checkpoints in its folder. Sets broken checkpoints aside."""
     for folder in filter(None, folders.values()):
         set_aside_broken(folder, accelerator)
     begun = [number for number, folder in folders.items() if folder is not None and checkpoints(folder)]
@@ -168,14 +164,7 @@ def load_teacher(
     model: PreTrainedModel,
     grafts: Sequence[Graft] = (),
 ) -> Teacher:
-    """Load the recipe's teacher and check that it fits the model.
-
-    Args:
-        section: the recipe's section `train`, which names the teacher.
-        stage: its objectives determine the outputs that are needed.
-        tokenizer: the model's.
-        model: the student.
-        grafts: its spliced heads. Without them the teacher's attention is not needed.
+    """Load the recipe's teacher and check that it fits the model. Without grafts its attention is not needed.
 
     Raises:
         RecipeError: its tokenizer differs, or it lacks tokens, heads, layers or the width that the stage compares.
@@ -195,18 +184,9 @@ def open_cache(
     model: PreTrainedModel,
     accelerator: Accelerator,
 ) -> LogitsCache | None:
-    """Open the cache of the teacher's logits, for this teacher, tokenizer, `top_k`, precision and student's vocabulary.
+    """Open the cache of the teacher's logits in `teacher_logits/` of the outputs. None if the stage uses no cache.
 
-    A student with another precision or vocabulary size, such as a `control`, gets a folder of its own. None if the
-    stage uses no cache.
-
-    Args:
-        outputs: the cache is in `teacher_logits/` of this folder.
-        section: the recipe's section `train`, which names the teacher.
-        stage: sets `distil.cache` and `distil.top_k`.
-        tokenizer: the model's.
-        model: the student, which the precision depends on.
-        accelerator: of this process. The main process creates the cache before the others open it.
+    A student with another precision or vocabulary size, such as a `control`, gets a folder of its own.
     """
     if section.teacher is None or outputs is None or not (stage.distil.cache and "teacher.logits" in stage.needs):
         return None
@@ -219,5 +199,5 @@ def open_cache(
         "vocab_size": model.config.vocab_size,  # the teacher's logits are cut or padded to it
     }
     folder = "-".join([f"top{stage.distil.top_k}", *precisions, str(model.config.vocab_size)])
-    with accelerator.main_process_first():
+    with accelerator.main_process_first():  # which creates the cache
         return LogitsCache(outputs / "teacher_logits" / folder, identity, main=accelerator.is_main_process)

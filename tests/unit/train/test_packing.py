@@ -242,27 +242,26 @@ class TestAsking:
         packing_fault({"it": model})
         assert torch.equal(torch.get_rng_state(), before), "random numbers stay as they were"
 
-    @pytest.mark.parametrize("leak", ["reset_state", "reset_convolution"])
-    def test_a_kernel_that_leaks_is_found_out(self, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        with_kernels(monkeypatch, **{leak: False})  # type: ignore[arg-type]
-        assert "a document changes the logits of the next one" in str(packing_fault({"it": trained("mamba2")}))
+    def test_a_kernel_that_leaks_is_found_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for leak in ("reset_state", "reset_convolution"):
+            with monkeypatch.context() as patch:
+                with_kernels(patch, **{leak: False})  # type: ignore[arg-type]
+                assert "a document changes the logits of the next one" in str(packing_fault({"it": trained("mamba2")}))
 
-    @pytest.mark.parametrize("name", [*SCANS, *TRANSFORMERS])
-    def test_stock_models_say_of_each_document_what_they_say_of_it_alone(
-        self, name: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_stock_models_say_of_each_document_what_they_say_of_it_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with_kernels(monkeypatch)
         texts = [tokens(1, length, length)[0] for length in (9, 5, 7)]
         index = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor([9, 5, 7]))[None]
-        model = base_of(name)
-        with torch.no_grad():
-            expected = torch.cat([model(text[None], use_cache=False).logits[0] for text in texts])
-            with separate_documents(model, index):
-                ids = torch.cat(texts)[None]
-                found = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
-            after = model(ids, use_cache=False).logits[0]
-        assert_close_in_ulps(found, expected, 16)
-        assert not torch.allclose(after, expected, atol=1e-3), "outside they are one text again"
+        ids = torch.cat(texts)[None]
+        for name in (*SCANS, *TRANSFORMERS):
+            model = base_of(name)
+            with torch.no_grad():
+                expected = torch.cat([model(text[None], use_cache=False).logits[0] for text in texts])
+                with separate_documents(model, index):
+                    found = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+                after = model(ids, use_cache=False).logits[0]
+            assert_close_in_ulps(found, expected, 16)
+            assert not torch.allclose(after, expected, atol=1e-3), f"{name}: outside they are one text again"
 
 
 def batch_of() -> EncodedBatch:
@@ -311,22 +310,3 @@ def test_moved_attention_stays_in_its_document() -> None:
             part = _shifted(rows[:, start:stop, start:stop], offset)
             assert torch.equal(found[:, start:stop, start:stop], part), offset
         assert not found[0][~same].any()
-
-
-def test_out_of_memory_halves_the_rows_of_a_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with_kernels(monkeypatch)
-    real, sizes = Targets.weighted_losses, list[int]()
-
-    def small(self: Any, model: Any, sources: Any, batch: EncodedBatch, *rest: Any) -> Any:
-        sizes.append(len(batch))
-        if len(batch) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(self, model, sources, batch, *rest)
-
-    whole = trainer(section(tmp_path, {"answer": 1.0})).run()[0]["loss"]
-    monkeypatch.setattr(Targets, "weighted_losses", small)
-    made = trainer(section(tmp_path, {"answer": 1.0}, packing=True))
-    assert made.run()[0]["loss"] == pytest.approx(whole, rel=1e-5)
-    assert sizes == [3, 1, 1, 1] and "continues with 64 tokens" in caplog.text

@@ -19,15 +19,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from surgery.errors import ModelError, RecipeError
 from surgery.models.config_checks import check_unquantized
-from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
-from surgery.recipe import Splice, Train
+from surgery.models.lookup import family_of, geometry_of
+from surgery.recipe import Train
 from surgery.run.memory_estimate import weight_bytes
-from surgery.splice.graft import splice_model
-from surgery.splice.plan import check_splices, make_plan
+from surgery.splice.plan import check_splices
 from surgery.train import lora
 from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized, resume_unquantized
 from surgery.train.training import train_model
-from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead
+from surgery.types import Graft, Plan
 from tests.support import four_bits
 from tests.support.pico import (
     SPLICED_FAMILIES,
@@ -108,13 +107,11 @@ class TestLayers:
             with quantized([model], settings(), CPU):  # a weight that is read directly would have half its columns
                 assert logits(model).isfinite().all(), family
 
-    def test_rows_are_whole_blocks(self) -> None:
-        layers = quantizable(pico_hybrid([pico_site(1)], layers=2))  # 32 inputs of in_proj, 64 of out_proj
-        assert {name.rpartition(".")[2] for name in layers} == {"out_proj"}
-
-    def test_spliced_heads_are_not_quantized(self) -> None:
+    def test_neither_spliced_heads_nor_parts_of_blocks(self) -> None:
         names = set(quantizable(hybrid()))
         assert names == {f"backbone.layers.{n}.mixer.{name}" for n in (0, 1) for name in ("in_proj", "out_proj")}
+        layers = quantizable(pico_hybrid([pico_site(1)], layers=2))  # 32 inputs of in_proj, 64 of out_proj
+        assert {name.rpartition(".")[2] for name in layers} == {"out_proj"}
 
     def test_the_model_computes_with_rounded_weights_and_is_restored(self) -> None:
         model, rounded, before = hybrid(), hybrid(), weights(hybrid())
@@ -149,10 +146,10 @@ class TestLayers:
             assert len(shared) > 1 and len({model.get_submodule(name) for name in shared}) == 1
         assert len({id(model.get_submodule(name).weight) for name in shared}) == 1
 
-    @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-    def test_products_run_in_the_precision_of_the_recipe(self, precision: str, dtype: torch.dtype) -> None:
-        with quantized([model := hybrid()], settings(precision=precision), CPU) as unquantized:
-            assert {model.get_submodule(name).compute_dtype for name in unquantized} == {dtype}
+    def test_products_run_in_the_precision_of_the_recipe(self) -> None:
+        for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            with quantized([model := hybrid()], settings(precision=precision), CPU) as unquantized:
+                assert {model.get_submodule(name).compute_dtype for name in unquantized} == {dtype}
 
 
 class TestTraining:
@@ -183,13 +180,6 @@ class TestTraining:
             type(m) is not four_bits.Linear4bit for m in model.modules()
         )
 
-    @pytest.mark.parametrize("first", ["new_heads", "all"])
-    def test_a_frozen_base_keeps_its_weights_after_a_stage_that_shared_them(self, first: str) -> None:
-        base = pico_base(**SHAPE)
-        before = weights(base)
-        fit(hybrid(), two_stages(first), base=base)
-        assert all(torch.equal(before[name], p) for name, p in base.named_parameters())
-
     def test_gradient_checkpointing_changes_no_loss(self) -> None:
         plain, recomputed = (fit(hybrid(), section(gradient_checkpointing=on)) for on in (False, True))
         assert [a["loss"] for a in recomputed] == pytest.approx([a["loss"] for a in plain], rel=1e-5)
@@ -202,18 +192,6 @@ class TestTraining:
         )
         fit(model, section(steps=1, lora={"rank": 2, "targets": ["in_proj"], "quantization": "nf4"}))
         assert seen and not any(seen)
-
-    @pytest.mark.parametrize("kind", ["mamba2", "mamba"])
-    def test_silenced_heads_stay_silent(self, kind: str) -> None:
-        base = pico_family(kind, vocab_size=1024)
-        scored = (ScoredHead(HeadId(1, 1), "neither", "segment_end", {}),)
-        splice = Splice(select="list", heads=("L1H1",), mode="replace")
-        made = make_plan(HeadSet("", "", geometry_of(base.config), (), scored, "list", 0), base.config, splice, 0)
-        model, graft = splice_model(base, made, splice), made.grafts[0]
-        train_model(model, pico_tokenizer(), section(), made)
-        columns = [structure_of(graft.site).weight_slices(graft.site, head).out for head in graft.heads]
-        out_proj = mixer_of(model, graft.site).out_proj
-        assert type(out_proj) is nn.Linear and all(bool((out_proj.weight[:, c] == 0).all()) for c in columns)
 
     @pytest.mark.parametrize("first", ["", "new_heads", "all"])
     def test_a_resumed_training_ends_with_the_same_weights(self, tmp_path: Path, first: str) -> None:
@@ -235,6 +213,10 @@ class TestTraining:
         history = fit(resumed, made, base=bases[2], folder=tmp_path)
         assert [entry["step"] for entry in history] == list(range(1, made.num_all_steps + 1))
         assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+        for base in bases:  # also after a stage that shared its weights
+            assert all(
+                torch.equal(a, b) for a, b in zip(pico_base(**shape).parameters(), base.parameters(), strict=True)
+            )
 
     def test_layers_that_share_a_weight_are_stored_once(self, tmp_path: Path) -> None:
         model, other = (pico_family("zamba2", hidden_size=64, intermediate_size=64) for _ in range(2))
@@ -247,26 +229,21 @@ class TestTraining:
         assert all(torch.equal(layer.weight, read[name].weight) for name, layer in quantizable(model).items())
 
 
-class TestRefusals:
-    def test_a_recipe_that_trains_more_than_adapters(self) -> None:
-        with pytest.raises(ValidationError, match=r"lora.quantization: nf4` needs `trainable: lora`"):
-            section(trainable="all")
-        with pytest.raises(ValidationError, match="'nf4'"):
-            section(lora={"quantization": "int8"})
-
-    def test_no_bitsandbytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.undo()
-        monkeypatch.setattr("surgery.train.quantization.version", _missing)
-        with pytest.raises(RecipeError, match=r"train.lora.quantization: nf4.*pip install bitsandbytes"):
-            settings()
-
-    def test_a_checkpoint_of_quantized_weights(self) -> None:
-        config = pico_base().config
-        check_unquantized(config)
-        for packed in ({"quant_method": "gptq"}, BitsAndBytesConfig(load_in_4bit=True)):
-            config.quantization_config = packed
-            with pytest.raises(ModelError, match=r"quantization_config: (gptq|bitsandbytes).*quantization: nf4"):
-                check_splices(config)
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValidationError, match=r"lora.quantization: nf4` needs `trainable: lora`"):
+        section(trainable="all")
+    with pytest.raises(ValidationError, match="'nf4'"):
+        section(lora={"quantization": "int8"})
+    monkeypatch.undo()
+    monkeypatch.setattr("surgery.train.quantization.version", _missing)
+    with pytest.raises(RecipeError, match=r"train.lora.quantization: nf4.*pip install bitsandbytes"):
+        settings()
+    config = pico_base().config
+    check_unquantized(config)
+    for packed in ({"quant_method": "gptq"}, BitsAndBytesConfig(load_in_4bit=True)):
+        config.quantization_config = packed
+        with pytest.raises(ModelError, match=r"quantization_config: (gptq|bitsandbytes).*quantization: nf4"):
+            check_splices(config)
 
 
 def _missing(name: str) -> str:

@@ -28,19 +28,18 @@ def after_two_steps(folder: Path, **more: Any) -> tuple[dict[str, Tensor], Any]:
     return {name: p.detach().clone() for name, p in made.model.named_parameters()}, made
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_shared_prefix_changes_no_weight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
-) -> None:
-    given = {"trainable": "new_heads", "gradient_checkpointing": checkpointing}
+def test_a_shared_prefix_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefixes, real = list[SharedPrefix | None](), SharedPrefix.of
-    monkeypatch.setattr(SharedPrefix, "of", lambda *models: prefixes.append(real(*models)) or prefixes[-1])
-    shared, _ = after_two_steps(tmp_path, **given)
-    assert prefixes[0] is not None and prefixes[0].layer == 1, "the head is in the second of two layers"
-    monkeypatch.setattr(SharedPrefix, "of", lambda *_: None)
-    alone, _ = after_two_steps(tmp_path, **given)
-    for name, weight in alone.items():
-        torch.testing.assert_close(shared[name], weight, atol=1e-6, rtol=1e-5)
+    for checkpointing in (False, True):
+        given = {"trainable": "new_heads", "gradient_checkpointing": checkpointing}
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedPrefix, "of", lambda *models: prefixes.append(real(*models)) or prefixes[-1])
+            shared, _ = after_two_steps(tmp_path, **given)
+            assert prefixes[-1] is not None and prefixes[-1].layer == 1, "the head is in the second of two layers"
+            patch.setattr(SharedPrefix, "of", lambda *_: None)
+            alone, _ = after_two_steps(tmp_path, **given)
+        for name, weight in alone.items():
+            torch.testing.assert_close(shared[name], weight, atol=1e-6, rtol=1e-5)
 
 
 def test_the_layers_below_run_once(tmp_path: Path) -> None:
@@ -60,20 +59,33 @@ def test_all_that_trains_shares_nothing(tmp_path: Path) -> None:
     assert not any(mine[name].data_ptr() == p.data_ptr() for name, p in theirs.items())
 
 
-@pytest.mark.parametrize("after", ["all", "lora"])
-def test_a_base_that_an_earlier_stage_shared_stays_as_it_is(after: str) -> None:
-    """A stage that trains new heads shares the rest with the base. The next stage changes the rest in place."""
-    model, base = pico_hybrid([pico_site(1)], **SHAPE), pico_base(**SHAPE)
-    before = {name: p.detach().clone() for name, p in base.named_parameters()}
-    source = {"task": "sentence", "rows": 1, "weights": {"base_kl": 1.0, "lm": 1.0}}
-    stages = [{"name": t, "steps": 1, "trainable": t, "sources": [source]} for t in ("new_heads", after)]
-    section = Train.model_validate({"stages": stages})
-    spliced = family_of(base.config).mixers(base.config)[1]
-    plan = Plan("base", geometry_of(base.config), (Graft(spliced, (2,), "add", "ssm", ("segment_end",)),), 0)
-    train_model(model, pico_tokenizer(), section, plan, base)
-    name = "backbone.layers.0.mixer.in_proj.weight"
-    assert not torch.equal(model.get_parameter(name), before[name])
-    assert all(torch.equal(p, before[name]) for name, p in base.named_parameters())
+def plan() -> Plan:
+    config = pico_base(**SHAPE).config
+    graft = Graft(family_of(config).mixers(config)[1], (2,), "add", "ssm", ("segment_end",))
+    return Plan("base", geometry_of(config), (graft,), 0)
+
+
+def test_a_base_that_was_shared_stays_as_it_is() -> None:
+    """Training new heads shares the rest with the base. A later stage, or a training without it, changes the rest."""
+    new_heads = {"trainable": "new_heads", "steps": 1}
+    text = [{"task": "sentence", "rows": 1, "weights": {"base_kl": 1.0, "lm": 1.0}}]
+    alone = [{"task": "sentence", "rows": 1, "weights": {"lm": 1.0}}]
+    every, adapters = (
+        {"stages": [{"name": t, "steps": 1, "trainable": t, "sources": text} for t in ("new_heads", after)]}
+        for after in ("all", "lora")
+    )
+    for sections in (
+        [(every, True)],
+        [(adapters, True)],
+        [({**new_heads, "sources": text}, True), ({"steps": 1, "sources": alone}, False)],
+    ):
+        model, base = pico_hybrid([pico_site(1)], **SHAPE), pico_base(**SHAPE)
+        before = {name: p.detach().clone() for name, p in base.named_parameters()}
+        for given, with_base in sections:
+            train_model(model, pico_tokenizer(), Train.model_validate(given), plan(), base if with_base else None)
+            assert all(torch.equal(p, before[name]) for name, p in base.named_parameters())
+        name = "backbone.layers.0.mixer.in_proj.weight"
+        assert not torch.equal(model.get_parameter(name), before[name])
 
 
 def test_equal_frozen_weights_are_one() -> None:
@@ -88,39 +100,24 @@ def test_equal_frozen_weights_are_one() -> None:
     assert SharedPrefix.of(model, base) is not None and SharedPrefix.of(model, other) is None
 
 
-@pytest.mark.parametrize("name", ["mamba2", "mamba", "bamba", "llamba"])
-def test_families_whose_blocks_put_out_other_things(name: str) -> None:
+def test_families_whose_blocks_put_out_other_things() -> None:
     """A model that shares everything but its last layer gives its own logits from the middle on."""
-    model, base = pico_family(name).requires_grad_(False), pico_family(name).requires_grad_(False)
-    share_weights(model, base)
-    last = list(model.base_model.layers)[-1]
-    with torch.no_grad():
-        for parameter in last.parameters():
-            parameter.data = parameter.data.clone() + 0.1
-    prefix = SharedPrefix.of(model, base)
     ids = torch.arange(2, 20).view(2, 9)
     mask = torch.ones_like(ids)
-    if prefix is None:
-        assert name == "bamba", "only models of several kinds of layers are left out"
-        return
-    with torch.no_grad():
-        expected = model(ids, attention_mask=mask, use_cache=False).logits
-        base_logits = base(ids, attention_mask=mask, use_cache=False).logits
-        assert torch.equal(prefix.base_logits(ids, mask), base_logits)
-        with prefix.skipped():
-            assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits, expected)
-    assert not torch.equal(expected, base_logits)
-
-
-def test_a_base_keeps_its_weights_in_a_later_training_without_it() -> None:
-    model, base = pico_hybrid([pico_site(1)], **SHAPE), pico_base(**SHAPE)
-    before = {name: p.detach().clone() for name, p in base.named_parameters()}
-    spliced = family_of(base.config).mixers(base.config)[1]
-    plan = Plan("base", geometry_of(base.config), (Graft(spliced, (2,), "add", "ssm", ("segment_end",)),), 0)
-    for trainable, objective, frozen in (("new_heads", "base_kl", base), ("all", "lm", None)):
-        source = {"task": "sentence", "rows": 1, "weights": {objective: 1.0}}
-        section = Train.model_validate({"steps": 1, "trainable": trainable, "sources": [source]})
-        train_model(model, pico_tokenizer(), section, plan, frozen)
-        assert all(torch.equal(p, before[name]) for name, p in base.named_parameters())
-    name = "backbone.layers.0.mixer.in_proj.weight"
-    assert not torch.equal(model.get_parameter(name), before[name])
+    for name in ("mamba2", "mamba", "bamba", "llamba"):
+        model, base = pico_family(name).requires_grad_(False), pico_family(name).requires_grad_(False)
+        share_weights(model, base)
+        with torch.no_grad():
+            for parameter in list(model.base_model.layers)[-1].parameters():
+                parameter.data = parameter.data.clone() + 0.1
+        prefix = SharedPrefix.of(model, base)
+        if prefix is None:
+            assert name == "bamba", "only models of several kinds of layers are left out"
+            continue
+        with torch.no_grad():
+            expected = model(ids, attention_mask=mask, use_cache=False).logits
+            base_logits = base(ids, attention_mask=mask, use_cache=False).logits
+            assert torch.equal(prefix.base_logits(ids, mask), base_logits), name
+            with prefix.skipped():
+                assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits, expected), name
+        assert not torch.equal(expected, base_logits)

@@ -1,5 +1,5 @@
 """The fixtures of the integration tests."""
 
-from tests.integration.conftest import browser, finished, forked_reloads, new_process
+from tests.integration.conftest import browser, finished, quick_commands, shared
 
-__all__ = ["browser", "finished", "forked_reloads", "new_process"]
+__all__ = ["browser", "finished", "quick_commands", "shared"]

@@ -104,7 +104,7 @@ def test_the_last_row_of_a_hybrid_is_masked(models: dict[str, str], tmp_path: Pa
     assert list(found["arms"]) == ["base", "masked"] and found["minimal"] is None and found["sweeps"] == {}
 
 
-@pytest.mark.parametrize("name", ["pico-reproduce", "pico-hybrid-reproduce"])
+@pytest.mark.parametrize("name", ["pico-reproduce"])
 def test_the_shipped_model_is_analysed(name: str, tmp_path: Path) -> None:
     """As its recipe says, with a few prompts: the arms and the table are those of the full one."""
     path = ROOT / "recipes" / f"{name}.yaml"

@@ -82,85 +82,46 @@ def environment(scratch: Path) -> dict[str, str]:
     return {**os.environ, **given, "PYTHONPATH": paths}
 
 
-@pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
-    """What the stranger saw."""
-    out = folder.parent / "found.json"
-    script, place = module_script("tests.support.stranger"), folder.parent
-    done = stock().run(["stranger", str(folder), str(out)], place, environment(place), script)
+def seen_by(module: str, arguments: list[str], place: Path) -> dict[str, Any]:
+    """What a stranger wrote, who runs a module of tests/support without this library."""
+    done = stock().run(["stranger", *arguments], place, environment(place), module_script(f"tests.support.{module}"))
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(out.read_text())
+    return json.loads((place / arguments[-1]).read_text())
 
 
-@pytest.mark.parametrize(
-    "way", ["greedy", "sampling", "beams", "padded_batch", "pipeline", "saved_again", "without_head"]
-)
-def test_it_gives_what_it_should(way: str, found: dict[str, Any]) -> None:
+def test_a_stranger_gets_what_the_table_says(folder: Path) -> None:
     """Greedy and seeded sampling as token by token over whole passes; beams as without a cache, and other than greedy;
     a padded batch as row by row; a pipeline in batches as one by one; the same logits after every round trip."""
-    answers = found[way] if isinstance(found[way], list) else [found[way]]
-    assert answers and all(answer is True for answer in answers), found[way]
-
-
-def test_a_cache_of_fixed_size(found: dict[str, Any]) -> None:
+    found = seen_by("stranger", [str(folder), "found.json"], folder.parent)
+    for way in ("greedy", "sampling", "beams", "padded_batch", "pipeline", "saved_again", "without_head"):
+        answers = found[way] if isinstance(found[way], list) else [found[way]]
+        assert answers and all(answer is True for answer in answers), (way, found[way])
     assert found["static_cache"] == [True, "StaticCache"]
-
-
-def test_one_graph(found: dict[str, Any]) -> None:
-    assert found["compiled"] < 1e-5
-
-
-def test_bf16(found: dict[str, Any]) -> None:
+    assert found["compiled"] < 1e-5, "the forward is one graph"
     *dtypes, apart, new = found["bf16"]
-    assert dtypes == ["torch.float32"] * 3 + ["torch.bfloat16"]
-    assert 0 < apart < 0.1 and new == 6
-
-
-def test_device_maps(found: dict[str, Any]) -> None:
-    """On the CPU alone, and from disk, whole or in part: the same logits and text, bit for bit."""
-    assert found["device_maps"] == dict.fromkeys(("auto", "cpu", "disk", "mixed"), True)
-
-
-def test_adapters(found: dict[str, Any]) -> None:
-    """LoRA learns, and is the same after saving, loading, merging, and loading the merged model."""
+    assert dtypes == ["torch.float32"] * 3 + ["torch.bfloat16"] and 0 < apart < 0.1 and new == 6
+    assert found["device_maps"] == dict.fromkeys(("auto", "cpu", "disk", "mixed"), True), "the same bits"
+    # LoRA learns, and is the same after saving, loading, merging, and loading the merged model.
     peft = found["peft"]
     assert peft["trained"] == ["lora_A", "lora_B"]
     assert peft["losses"] == sorted(peft["losses"], reverse=True) and peft["losses"][-1] < peft["losses"][0] - 0.1
     assert max(peft["apart"]) < 1e-4 < 0.1 < peft["moved"]
+    # What does not work says so, as transformers does; none of it gives a wrong text instead.
+    for way, error in {
+        "assisted": "not supported with stateful models", "prompt_lookup": "not supported with stateful models",
+        "contrastive": "Contrastive Search requires `trust_remote_code=True`",
+        "quantized_cache": "only supported for models with only full attention",
+        "continuous_batching": "Invalid layer type: hybrid",
+    }.items():  # fmt: skip
+        assert found[way].startswith("ValueError: ") and error in found[way], (way, found[way])
 
 
-@pytest.mark.parametrize(
-    ("way", "error"),
-    [
-        ("assisted", "not supported with stateful models"),
-        ("prompt_lookup", "not supported with stateful models"),
-        ("contrastive", "Contrastive Search requires `trust_remote_code=True`"),
-        ("quantized_cache", "only supported for models with only full attention"),
-        ("continuous_batching", "Invalid layer type: hybrid"),
-    ],
-)
-def test_what_does_not_work_says_so(way: str, error: str, found: dict[str, Any]) -> None:
-    """Of transformers, not of these classes; none of them gives a wrong text instead."""
-    assert found[way].startswith("ValueError: ") and error in found[way]
-
-
-@pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What another stranger saw of one model of each family, as `save_pretrained` wrote it."""
-    place = tmp_path_factory.mktemp("families")
+def test_what_is_saved_is_loaded_pickled_and_saved_again(tmp_path: Path) -> None:
+    """By stock transformers, with the code in the folder: whole, and without its head; every family."""
     for name in SPLICED_FAMILIES:
-        copy.deepcopy(trained(name)).save_pretrained(place / "models" / name)
-    script = module_script("tests.support.stranger_families")
-    done = stock().run(["stranger", "models", "found.json"], place, environment(place), script)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads((place / "found.json").read_text())
-
-
-@pytest.mark.parametrize("name", SPLICED_FAMILIES)
-def test_what_is_saved_is_loaded_pickled_and_saved_again(name: str, families: dict[str, Any]) -> None:
-    """By stock transformers, with the code in the folder: whole, and without its head."""
-    assert isinstance(families[name], dict), families[name]
-    assert len(families[name]) == 7 and all(families[name].values()), families[name]
+        copy.deepcopy(trained(name)).save_pretrained(tmp_path / "models" / name)
+    for name, found in seen_by("stranger_families", ["models", "found.json"], tmp_path).items():
+        assert isinstance(found, dict) and len(found) == 7 and all(found.values()), (name, found)
 
 
 # The command `transformers`, in a process that cannot import this library.

@@ -23,7 +23,7 @@ from surgery.recipe.methods import METHODS
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.recipe.run import Recipe
 from surgery.recipe.splice import _BRANCHES
-from tests.integration.conftest import ROOT
+from tests.integration.conftest import QUICK, RECIPE, ROOT
 
 DOCS = ROOT / "docs"
 MANUAL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
@@ -130,6 +130,15 @@ def test_the_page_of_registries_has_every_name() -> None:
     registries = (PROBES, OBJECTIVES, METHODS, FAMILIES, _BRANCHES, EXPORT_FORMATS)
     for row, names in zip(rows, registries, strict=True):
         assert set(re.findall(r"`(\w+)`", row.split(" | ")[2])) == set(dict(names.items()))
+
+
+def test_the_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code, *_) = re.findall(r"```python\n(.*?)```", text_of(ROOT / "README.md"), re.DOTALL)
+    assert 'load_recipe("quickstart")' in code
+    code = code.replace('load_recipe("quickstart")', f"load_recipe({str(RECIPE)!r}, {list(QUICK)!r})")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    assert (tmp_path / "hybrid" / "model.safetensors").is_file()
 
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install 'ssm-surgery[docs]'")

@@ -5,44 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from surgery import cli
-from tests.integration.conftest import BASE, RECIPE, SMALL, run_small, surgery, surgery_cold
-from tests.support.errors import assert_refused
+from tests.integration.conftest import BASE, EXPORT, PICO_MAMBA2, RECIPE, ROOT, SMALL, assert_all_refused, surgery
 
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("train.stepz=3", ("train.stepz", "Unknown key", "Did you mean train.steps?")),
-        ("train.steps=many", ("train.steps", "many")),
-        ("splice.mode=subtract", ("splice.mode", "subtract", "add")),
-        ("locate.pairs=200", ("locate.pairs", "200", "100")),
-        ("train.optimizer.betas=[1.5, 0.9]", ("betas", "1.5")),
-        ("train.steps=true", ("train.steps", "True")),
-        ("splice.num_heads=99", ("splice.num_heads", "99", "32 heads")),
-        ("evaluate.tasks=[kv_retrieval, {task: needle_single, tokens: [9]}]", ("tokens", "9")),
-        ("nonsense", ("nonsense", "key.path=value")),
-        ("export.chat_template=chat.jinja", ("export.chat_template", "chat.jinja", "No such template. Use plain")),
-        ("base.model=no/such/folder", ("base.model", "no/such/folder", "no such folder")),
-    ],
-)
-def test_bad_values(tmp_path: Path, override: str, words: tuple[str, ...]) -> None:
-    assert_refused(run_small(tmp_path, override), *words)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_duplicate_key(tmp_path: Path) -> None:
-    recipe = tmp_path / "twice.yaml"
-    recipe.write_text(RECIPE.read_text() + "\nseed: 1\n")
-    assert_refused(surgery("validate", str(recipe), cwd=tmp_path), "duplicate key", "seed")
+RUN = ("run", str(RECIPE), *SMALL)
+LINE = {"prompt": "fox:12\nowl:34\nWhere is the owl?\n", "answer": "34"}
 
 
 @pytest.fixture
@@ -50,242 +24,219 @@ def base_copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(BASE, tmp_path / "base"))
 
 
-def test_a_head_out_of_range(tmp_path: Path) -> None:
-    assert_refused(run_small(tmp_path, "splice.select=list", "splice.heads=[L9H0]"), "L9H0", "L0H0 to L3H7")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_heads_of_another_geometry(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished.parent, tmp_path / "runs")
-    file = tmp_path / "runs" / "quickstart" / "heads.json"
-    heads = json.loads(file.read_text())
-    file.write_text(json.dumps({**heads, "geometry": "0123456789abcdef"}))
-    assert_refused(surgery("plan", str(RECIPE), *SMALL, cwd=tmp_path), "geometry", "0123456789abcdef", "Locate again")
-
-
-def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
-    done = run_small(
-        tmp_path,
-        "train.optimizer.lr=1.0",
-        "train.optimizer.new_heads_lr=1.0",
-        "train.sources.0.weights.answer=1e38",
-        "train.optimizer.warmup=0",
-        "train.save_every=1",
-        options=("--to", "train"),
-    )
-    assert_refused(done, "train step", "lr")
-    assert not (tmp_path / "runs" / "quickstart" / "trained").exists()
-
-
-def test_compiling_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known before anything is measured, whatever the compiler has in its cache."""
-    monkeypatch.setenv("CXX", "/nonexistent")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    done = surgery_cold("run", str(RECIPE), *SMALL, "train.compile=true", cwd=tmp_path)
-    assert_refused(done, "train.compile", "C++ compiler", "/nonexistent", "set train.compile to false")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_base_without_a_tokenizer(base_copy: Path, tmp_path: Path) -> None:
-    for file in base_copy.glob("tokenizer*"):
-        file.unlink()
-    assert_refused(run_small(tmp_path, "base.model=./base"), "base.tokenizer", "no tokenizer")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_stages_in_the_wrong_order(tmp_path: Path) -> None:
-    assert_refused(run_small(tmp_path, options=("--from", "train", "--to", "splice")), "--to", "splice", "before train")
-
-
-def test_an_unknown_stage(tmp_path: Path) -> None:
-    assert_refused(run_small(tmp_path, options=("--to", "lunch")), "--to", "lunch", "locate")
-
-
 def change(file: Path, **fields: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
+def test_values_of_a_recipe(tmp_path: Path) -> None:
+    values = {
+        ("train.stepz=3",): ("train.stepz", "Unknown key", "Did you mean train.steps?"),
+        ("train.steps=many",): ("train.steps", "many"),
+        ("train.steps=true",): ("train.steps", "True"),
+        ("splice.mode=subtract",): ("splice.mode", "subtract", "add"),
+        ("splice.num_heads=99",): ("splice.num_heads", "99", "32 heads"),
+        ("splice.select=list", "splice.heads=[L9H0]"): ("L9H0", "L0H0 to L3H7"),
+        ("splice.state_size=32",): ("splice.state_size: 32.", "The model's state has 32 channels", "smaller number"),
+        ("splice.state_size=0",): ("splice.state_size: 0.", "greater than 0"),
+        ("locate.pairs=200",): ("locate.pairs", "200", "100"),
+        ("locate.methods=[ablation]", "splice.select=ablation"): ("Add sharpen",),
+        ("train.optimizer.betas=[1.5, 0.9]",): ("betas", "1.5"),
+        ("evaluate.tasks=[kv_retrieval, {task: needle_single, tokens: [9]}]",): ("tokens", "9"),
+        ("export.chat_template=chat.jinja",): ("export.chat_template", "chat.jinja", "No such template. Use plain"),
+        ("base.model=no/such/folder",): ("base.model", "no/such/folder", "no such folder"),
+        ("nonsense",): ("nonsense", "key.path=value"),
+        ("--from", "train", "--to", "splice"): ("--to", "splice", "before train"),
+        ("--to", "lunch"): ("--to", "lunch", "locate"),
+    }
+    cases = {(*RUN, *given): words for given, words in values.items()}
+    (tmp_path / "twice.yaml").write_text(RECIPE.read_text() + "\nseed: 1\n")
+    cases["validate", "twice.yaml"] = ("duplicate key", "seed")
+    assert_all_refused(cases, tmp_path)
+
+
+def test_a_compiler_is_looked_for_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    words = ("train.compile", "C++ compiler", "/nonexistent", "set train.compile to false")
+    assert_all_refused({(*RUN, "train.compile=true"): words}, tmp_path)
+
+
 def commands_on(model: str) -> tuple[tuple[str, ...], ...]:
     """Every command that loads a base."""
-    return (
-        ("inspect", model),
-        ("generate", model, "one 7"),
-        ("convert", model, "new"),
-        ("compare", model),
-        ("run", str(RECIPE), *SMALL, f"base.model={model}"),
-    )
+    run = (*RUN, f"base.model={model}")
+    return ("inspect", model), ("generate", model, "one 7"), ("convert", model, "new"), ("compare", model), run
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
+def test_a_fault_of_a_base_in_every_command(tmp_path: Path) -> None:
+    faults: list[tuple[str, dict[str, object] | bytes, tuple[str, ...]]] = [
         ("config.json", {"n_groups": 0}, ("n_groups", "0")),
         ("config.json", {"quantization_config": {"quant_method": "gptq"}}, ("gptq", "not quantized", "Remove the key")),
         ("config.json", b"[" * 100_000, ("config.json", "Download it again")),
         ("adapter_config.json", b'{"peft_type": "LORA"}', ("adapter_config.json", "merge_and_unload")),
         ("model.safetensors", b"\xff" * 100, ("model.safetensors", "damaged")),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_fault_of_a_base_in_every_command(
-    base_copy: Path, tmp_path: Path, name: str, content: dict[str, object] | bytes, words: tuple[str, ...]
-) -> None:
-    if isinstance(content, dict):
-        change(base_copy / name, **content)
-    else:
-        (base_copy / name).write_bytes(content)
-    for command in commands_on("./base"):
-        assert_refused(surgery(*command, cwd=tmp_path), *words)
-    assert not (tmp_path / "runs").exists() and not (tmp_path / "new").exists()
+    ]
+    for number, (name, content, words) in enumerate(faults):
+        file = Path(shutil.copytree(BASE, tmp_path / str(number))) / name
+        if isinstance(content, dict):
+            change(file, **content)
+        else:
+            file.write_bytes(content)
+        assert_all_refused(dict.fromkeys(commands_on(f"./{number}"), words), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [b"[3]", b'{"version": "1.0"', b"\xff\xfe"], ids=["list", "cut", "not UTF-8"])
-def test_a_tokenizer_of_another_form(base_copy: Path, tmp_path: Path, name: str, content: bytes) -> None:
-    (base_copy / name).write_bytes(content)
-    for command in commands_on("./base"):
-        field = {"generate": "CHECKPOINT", "compare": "MODEL", "run": "base.tokenizer"}.get(command[0])
-        if field is not None:
-            assert_refused(surgery(*command, cwd=tmp_path), field, "tokenizer files are damaged")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_tokenizer_larger_than_the_vocabulary(base_copy: Path, tmp_path: Path) -> None:
+def test_a_fault_of_a_tokenizer_in_every_command_that_reads_it(base_copy: Path, tmp_path: Path) -> None:
+    fields = {"generate": "CHECKPOINT", "compare": "MODEL", "run": "base.tokenizer"}
+    readers = {command: fields[command[0]] for command in commands_on("./base") if command[0] in fields}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        for content in (b"[3]", b'{"version": "1.0"', b"\xff\xfe"):
+            (base_copy / name).write_bytes(content)
+            cases = {command: (field, "tokenizer files are damaged") for command, field in readers.items()}
+            assert_all_refused(cases, tmp_path)
+        shutil.copy(BASE / name, base_copy)
     tokenizer = json.loads((base_copy / "tokenizer.json").read_text())
     added = {**tokenizer["added_tokens"][0], "id": 5000, "content": "<|more|>"}
     vocabulary = {**tokenizer["model"]["vocab"], "<|more|>": 5000}
-    change(base_copy / "tokenizer.json", added_tokens=[*tokenizer["added_tokens"], added],
-           model={**tokenizer["model"], "vocab": vocabulary})  # fmt: skip
-    for command in commands_on("./base"):
-        if command[0] in ("generate", "compare", "run"):
-            assert_refused(surgery(*command, cwd=tmp_path), "base.tokenizer", "5000")
-    assert not (tmp_path / "runs").exists()
+    more = {"added_tokens": [*tokenizer["added_tokens"], added], "model": {**tokenizer["model"], "vocab": vocabulary}}
+    change(base_copy / "tokenizer.json", **more)
+    assert_all_refused(dict.fromkeys(readers, ("base.tokenizer", "5000")), tmp_path)
+    for file in base_copy.glob("tokenizer*"):
+        file.unlink()
+    assert_all_refused({(*RUN, "base.model=./base"): ("base.tokenizer", "no tokenizer")}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("target", "word"),
-    [
-        (".", "current directory"),
-        ("..", "FOLDER"),
-        ("/", "FOLDER"),
-        ("./base", "MODEL (./base)"),
-        ("base/config.json", "file"),
-    ],
-)
-def test_convert_onto_what_is_there(base_copy: Path, tmp_path: Path, target: str, word: str) -> None:
+def test_convert_onto_what_is_there(base_copy: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    cwd, model = (tmp_path / "empty", "../base") if target == "." else (tmp_path, "./base")
-    before = sorted(path.name for path in tmp_path.rglob("*"))
-    for options in ((), ("--overwrite",)):
-        assert_refused(surgery("convert", model, target, *options, cwd=cwd), "FOLDER", word)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    for target, word in {
+        ".": "current directory", "..": "FOLDER", "/": "FOLDER", "../base": "MODEL (../base)",
+        "../base/config.json": "file",
+    }.items():  # fmt: skip
+        cases = {("convert", "../base", target, *options): ("FOLDER", word) for options in ((), ("--overwrite",))}
+        assert_all_refused(cases, tmp_path / "empty")
+    assert {p.name for p in base_copy.iterdir()} == {p.name for p in BASE.iterdir()}
+
+
+def test_validate_finds_what_a_run_would_refuse(tmp_path: Path) -> None:
+    """And prints a good recipe in full, with what it could not check."""
+    (tmp_path / "empty").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(BASE / name, tmp_path / "empty" / name)
+    for name, rows in {"bad": [LINE, {"prompt": "Who?\n"}], "one": [LINE]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cases = {("validate", str(RECIPE), *given): words for given, words in {
+        ("splice.select=list", "splice.heads=[L9H9]"): ("L9H9",),
+        ("base.model=./nowhere",): ("base.model", "nowhere"),
+        ("base.model=./empty",): ("base.model", "no weights"),
+        ("export.chat_template=nowhere.jinja",): ("export.chat_template", "nowhere.jinja"),
+    }.items()}  # fmt: skip
+    for data, words in {
+        "no": ("no.jsonl", "No such file"), "bad": ("bad.jsonl:2", "answer"),
+        "one": ("one.jsonl", "no row is", "holdout"),
+    }.items():  # fmt: skip
+        given = (f"base.model={EXPORT}", f"train.sources.0.data.path={data}.jsonl")
+        cases["validate", "finetune", *given] = words
+    for teacher, objective, words in (
+        ("pico-english", "distil", ("its tokenizer differs", "Set a teacher with the base's tokenizer")),
+        ("pico-mamba2", "attention_kl", ("mamba2", "attention")),
+    ):
+        given = (f"train.teacher.model={ROOT / 'checkpoints' / teacher}", f"train.sources.0.weights.{objective}=1.0")
+        for command in ("validate", "run"):
+            cases[command, str(RECIPE), *given] = ("train.teacher.model", *words)
+    cases["validate", "mamba2-130m", "splice.num_heads=9999"] = ("splice.num_heads", "9999")
+    cases["validate", "pico-reproduce", "changes=[{name: x, disable: [L77H0]}]"] = ("L77H0",)
+    assert_all_refused(cases, tmp_path)
+
+    done = surgery("validate", str(RECIPE), "train.steps=37", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and yaml.safe_load(done.stdout)["train"]["steps"] == 37
+    assert surgery("validate", "pico-reproduce", cwd=tmp_path).stderr == ""
+    for given, said in (
+        ((), "not checked: tokens of data and prompts (tokenizer "),
+        (("base.model=owner/name",), "not checked: base, heads and tokens (base.model owner/name"),
+    ):
+        done = surgery("validate", "mamba2-130m", *given, cwd=tmp_path)
+        assert done.returncode == 0 and said in done.stderr, "what is on the Hub is not requested"
+
+
+def test_init_refuses_what_is_no_base(tmp_path: Path) -> None:
+    cases = {
+        ("init", "nowhere"): ("MODEL: nowhere. There is no such folder",),
+        ("run", "--base", "nowhere"): ("--base: nowhere. There is no such folder",),
+        ("init", str(ROOT / "checkpoints" / "pico-transformer")): ("not spliced",),
+        ("init", str(PICO_MAMBA2), "--data", "nowhere.jsonl"): ("--data: nowhere.jsonl. No such file",),
+        ("run", "--base", str(PICO_MAMBA2), "--tokenizer", "no"): ("--tokenizer: no. There is no such folder",),
+        ("run",): ("--base",),
+        ("run", "quickstart", "--base", "x"): ("Remove RECIPE",),
+        ("run", "quickstart", "--data", "x"): ("needs --base",),
+    }
+    assert_all_refused(cases, tmp_path)
 
 
 class TestArguments:
     """Names of any characters, overrides of any form."""
 
-    def test_a_model_whose_path_holds_an_equals_sign(self, base_copy: Path, tmp_path: Path) -> None:
-        base_copy.rename(tmp_path / "lr=0.1")
+    def test_names_beyond_ascii_and_with_an_equals_sign(self, base_copy: Path, tmp_path: Path) -> None:
+        (tmp_path / "lr=0.1").symlink_to(base_copy)
         small = ("evaluate.examples=2", "evaluate.sentences=2", "evaluate.tasks=[kv_retrieval]", "evaluate.pairs=[4]")
         done = surgery("compare", "lr=0.1", *small, cwd=tmp_path)
         assert done.returncode == 0 and "lr=0.1" in done.stdout, done.stderr
-        assert_refused(surgery("compare", "./lr=0.2", cwd=tmp_path), "./lr=0.2", "no such folder")
-
-    def test_names_beyond_ascii(self, base_copy: Path, tmp_path: Path) -> None:
-        base_copy.rename(tmp_path / "módèl 😀")
+        (tmp_path / "módèl 😀").symlink_to(base_copy)
         assert "módèl 😀: mamba2" in surgery("inspect", "./módèl 😀", cwd=tmp_path).stdout
-        done = surgery("finetune", "./módèl 😀", "données 😀.jsonl", cwd=tmp_path)
-        assert_refused(done, "./módèl 😀", "Nothing is spliced")
+        environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+        command = [sys.executable, "-m", "surgery", "inspect", "./módèl 😀"]
+        printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert printed.returncode == 0 and "\\U0001f600: mamba2" in printed.stdout, printed.stderr
 
-    @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-    def test_any_name_is_printed_whatever_the_encoding(self, base_copy: Path, tmp_path: Path, locale: str) -> None:
-        base_copy.rename(tmp_path / "😀")
-        environment = {**os.environ, "LC_ALL": locale, "PYTHONIOENCODING": "ascii"}
-        command = [sys.executable, "-m", "surgery", "inspect", "./😀"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0 and "\\U0001f600: mamba2" in done.stdout, done.stderr
-
-    def test_empty_data_is_not_the_folder(self, tmp_path: Path) -> None:
+    def test_what_no_command_takes(self, tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-        assert_refused(surgery("finetune", str(BASE), "", cwd=tmp_path), "DATA", "''")
-
-    def test_bytes_that_are_no_utf8(self, tmp_path: Path) -> None:
-        for command in (("inspect", "\udcff"), ("run", "\udcff.yaml"), ("validate", str(RECIPE), "base.model=\udcff")):
-            assert_refused(surgery(*command, cwd=tmp_path), "argument", "\\udcff", "UTF-8")
-
-    def test_missing_and_unknown_commands(self, tmp_path: Path) -> None:
+        generate = ("generate", str(EXPORT), "The value of", "--max-new-tokens", "3")
+        cases = {
+            ("compare", "./lr=0.2"): ("./lr=0.2", "no such folder"),
+            ("finetune", str(BASE), "données 😀.jsonl"): (str(BASE), "Nothing is spliced"),
+            ("finetune", str(BASE), ""): ("DATA", "''"),
+            ("-q", "-v", *generate): ("--quiet", "--verbose"),
+            ("generate", "none", "-5 + 3"): ("Before a prompt with a dash write --: generate CHECKPOINT -- PROMPT",),
+        }
+        for option in ("-q", "--verbose", "--debug"):
+            cases[*generate, option] = (f"{option}: Put it before the command: surgery {option} generate",)
+        for words in (("inspect", "\udcff"), ("run", "\udcff.yaml"), ("validate", str(RECIPE), "base.model=\udcff")):
+            cases[words] = ("argument", "\\udcff", "UTF-8")
+        assert_all_refused(cases, tmp_path)
         for words in (("--debug",), ("cut",), ("inspect",), ("inspect", "a", "b")):
             done = surgery(*words, cwd=tmp_path)
-            assert done.returncode == 2 and "Traceback" not in done.stderr
+            assert done.returncode == 2 and "Traceback" not in done.stderr, words
 
 
-class TestErrorsOfOurOwn:
-    """An error that is no refusal is one line with exit code 1, and its traceback is a flag away."""
+def ended(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception) -> tuple[int, str]:
+    """Exit code and message of a command that ends with an error."""
 
-    @pytest.fixture
-    def broken(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(*_: object) -> None:
-            raise ZeroDivisionError("a\nbug")
+    def fail(*_: object) -> None:
+        raise error
 
-        monkeypatch.setattr("surgery.commands.validate.load_any", fail)
-        monkeypatch.delenv("SURGERY_DEBUG", raising=False)
-
-    def end(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["surgery", *words])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return caught.value.code, capsys.readouterr().err
-
-    def test_one_line_or_a_traceback(
-        self, broken: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        code, text = self.end(capsys, monkeypatch, "validate", "quickstart")
-        assert code == 1 and text.count("\n") == 1
-        assert text.startswith("internal error: ZeroDivisionError: a bug") and "--debug" in text
-        monkeypatch.setenv("SURGERY_DEBUG", "1")
-        code, text = self.end(capsys, monkeypatch, "validate", "quickstart")
-        assert code == 1 and "Traceback" in text and 'raise ZeroDivisionError("a\\nbug")' in text
-
-    def test_a_full_disk_is_no_error_of_our_own(self) -> None:
-        for words in ("Error while serializing: No space left on device (os error 28)", "unexpected pos 576 vs 534"):
-            code, line = cli._verdict(RuntimeError(words))
-            assert code == 2 and line.startswith("error: the disk is full") and "Free some space" in line
-
-    def test_the_flag_shows_the_librarys_error_behind_a_refusal(self, tmp_path: Path) -> None:
-        (tmp_path / "x.yaml").write_text("a: [")
-        assert_refused(surgery("validate", "x.yaml", cwd=tmp_path), "x.yaml")
-        done = surgery("--debug", "validate", "x.yaml", cwd=tmp_path)
-        assert done.returncode == 2 and "yaml.parser.ParserError" in done.stderr
-        assert done.stderr.splitlines()[-1].startswith("error: x.yaml")
-
-    @pytest.mark.parametrize(
-        "error",
-        [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")],
-    )
-    def test_too_little_memory_says_what_to_reduce(
-        self, error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fail(*_: object) -> None:
-            raise error
-
-        monkeypatch.setattr("surgery.commands.validate.load_any", fail)
-        code, text = self.end(capsys, monkeypatch, "validate", "quickstart")
-        assert code == 2 and text.startswith("error: out of memory") and "locate.batch_size" in text
+    monkeypatch.setattr("surgery.commands.validate.load_any", fail)
+    monkeypatch.setattr(sys, "argv", ["surgery", "validate", "quickstart"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, capsys.readouterr().err
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize(
-    ("number", "seconds"), [(signal.SIGINT, 0.15), (signal.SIGINT, 0.4), (signal.SIGINT, 2.5), (signal.SIGTERM, 2.5)]
-)
-def test_an_interrupt_in_the_first_seconds_ends_without_a_traceback(
-    tmp_path: Path, number: signal.Signals, seconds: float
+def test_an_error_of_our_own_is_one_line_and_its_traceback_a_flag_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = "print('begun', flush=True); from surgery.__main__ import main; main()"
-    command = [sys.executable, "-c", begin, "run", str(RECIPE), *SMALL]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "begun\n"  # Python itself has started
-    time.sleep(seconds)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number and len(errors.splitlines()) <= 1, errors
-    assert errors in ("", "stopped; run the same command to go on\n")
+    monkeypatch.delenv("SURGERY_DEBUG", raising=False)
+    code, text = ended(capsys, monkeypatch, ZeroDivisionError("a\nbug"))
+    assert code == 1 and text.count("\n") == 1
+    assert text.startswith("internal error: ZeroDivisionError: a bug") and "--debug" in text
+    for words, expected in (
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes", "locate.batch_size"),
+        ("Error while serializing: No space left on device (os error 28)", "the disk is full"),
+        ("unexpected pos 576 vs 534", "Free some space"),
+    ):
+        code, text = ended(capsys, monkeypatch, RuntimeError(words))
+        assert code == 2 and text.startswith("error: ") and expected in text, words
+    monkeypatch.setenv("SURGERY_DEBUG", "1")
+    code, text = ended(capsys, monkeypatch, ZeroDivisionError("a\nbug"))
+    assert code == 1 and "Traceback" in text and "ZeroDivisionError: a\nbug" in text
+    (tmp_path / "x.yaml").write_text("a: [")
+    done = surgery("--debug", "validate", "x.yaml", cwd=tmp_path)  # and the library's error behind a refusal
+    assert done.returncode == 2 and "yaml.parser.ParserError" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: x.yaml")

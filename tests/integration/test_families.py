@@ -85,54 +85,43 @@ def run_of(name: str) -> CleanRun:
 
 
 @every_family
-class TestLayout:
-    def test_load_gives_the_logits_of_transformers(self, name: str, tmp_path: Path) -> None:
-        model, batch = base(name), prompts()
-        model.save_pretrained(tmp_path)
-        loaded = load_model(Base(model=str(tmp_path)))
-        assert type(loaded) is type(model) and shared(loaded) == shared(model)
-        for mask in (None, batch.attention_mask):
-            assert torch.equal(logits(loaded, batch.input_ids, mask), logits(model, batch.input_ids, mask))
+def test_it_loads_and_is_described_as_it_is(name: str, tmp_path: Path) -> None:
+    """Logits are those of transformers; specs are the modules, with their shapes; no mixer is left out."""
+    model, batch = base(name), prompts()
+    model.save_pretrained(tmp_path)
+    loaded = load_model(Base(model=str(tmp_path)))
+    assert type(loaded) is type(model) and shared(loaded) == shared(model)
+    for mask in (None, batch.attention_mask):
+        assert torch.equal(logits(loaded, batch.input_ids, mask), logits(model, batch.input_ids, mask))
 
-    def test_specs_are_the_modules_with_their_shapes(self, name: str) -> None:
-        model = base(name)
-        for spec in mixers(model):
-            mixer, structure = model.get_submodule(spec.path), structure_of(spec)
-            assert mixer is mixer_of(model, spec)
-            assert any(m is mixer for m in block_of(model, spec.layer, spec).modules())
-            assert structure.out_proj(mixer).in_features == spec.num_heads * spec.head_dim
-            if spec.is_ssm:
-                x, _, _ = _recurrence(model, spec, 5)
-                assert x.x.shape == (2, 5, spec.num_heads, spec.head_dim)
-                assert x.key.shape == x.query.shape == (2, 5, spec.num_groups, spec.state_size)
-                assert mixer.conv1d.weight.shape[-1] == spec.conv_kernel
-            elif hasattr(mixer, "k_proj"):
-                assert mixer.k_proj.out_features == mixer.v_proj.out_features == spec.num_groups * spec.head_dim
+    for spec in mixers(model):
+        mixer, structure = model.get_submodule(spec.path), structure_of(spec)
+        assert mixer is mixer_of(model, spec)
+        assert any(m is mixer for m in block_of(model, spec.layer, spec).modules())
+        width = structure.out_proj(mixer).in_features
+        assert width == spec.num_heads * spec.head_dim
+        assert [i for _, own in columns(spec) for i in range(own.start, own.stop)] == list(range(width))
+        if spec.is_ssm:
+            x, _, _ = _recurrence(model, spec, 5)
+            assert x.x.shape == (2, 5, spec.num_heads, spec.head_dim)
+            assert x.key.shape == x.query.shape == (2, 5, spec.num_groups, spec.state_size)
+            assert mixer.conv1d.weight.shape[-1] == spec.conv_kernel
+        elif hasattr(mixer, "k_proj"):
+            assert mixer.k_proj.out_features == mixer.v_proj.out_features == spec.num_groups * spec.head_dim
 
-    def test_no_mixer_is_left_out(self, name: str) -> None:
-        """By what only a recurrence has, and by the classes' names."""
-        model = base(name)
-        ssm = {m for m in model.modules() if isinstance(getattr(m, "D", None), nn.Parameter)}
-        attention = {m for m in model.modules() if type(m).__name__.endswith("Attention")}
-        assert ssm == {mixer_of(model, spec) for spec in mixers(model, ssm=True)}
-        assert attention == {mixer_of(model, spec) for spec in mixers(model, ssm=False)}
-        names = [spec.name for spec in mixers(model)]
-        assert len(set(names)) == len(names) > 0
+    ssm = {m for m in model.modules() if isinstance(getattr(m, "D", None), nn.Parameter)}
+    attention = {m for m in model.modules() if type(m).__name__.endswith("Attention")}
+    assert ssm == {mixer_of(model, spec) for spec in mixers(model, ssm=True)}
+    assert attention == {mixer_of(model, spec) for spec in mixers(model, ssm=False)}
+    names = [spec.name for spec in mixers(model)]
+    assert len(set(names)) == len(names) > 0
+    assert_cache_is_as_large_as_said(model)
 
-    def test_slices_are_apart_and_cover_the_output(self, name: str) -> None:
-        for spec in mixers(base(name)):
-            found = [i for _, own in columns(spec) for i in range(own.start, own.stop)]
-            assert found == list(range(structure_of(spec).out_proj(mixer_of(base(name), spec)).in_features))
-
-    def test_geometry_tells_shapes_apart(self, name: str) -> None:
-        found = [geometry_of(base(name).config)]
-        assert geometry_of(pico_family(name, seed=5).config) == found[0]
-        for change in ({"vocab_size": 67}, *SHAPES.get(name, ())):
-            found.append(geometry_of(pico_family(name, **change).config))
-        assert len(set(found)) == len(found)
-
-    def test_cache_is_as_large_as_said(self, name: str) -> None:
-        assert_cache_is_as_large_as_said(base(name))
+    geometries = [geometry_of(model.config)]
+    assert geometry_of(pico_family(name, seed=5).config) == geometries[0]
+    for change in ({"vocab_size": 67}, *SHAPES.get(name, ())):
+        geometries.append(geometry_of(pico_family(name, **change).config))
+    assert len(set(geometries)) == len(geometries)
 
 
 @torch.no_grad()
@@ -150,27 +139,27 @@ def _recurrence(model: Any, spec: MixerSpec, length: int) -> tuple[Any, Tensor, 
     return streams, (mixed + structure.skip(mixer, streams.x)).flatten(2), trace
 
 
-@pytest.mark.parametrize(("name", "more"), RECURRENCES.values(), ids=RECURRENCES.keys())
-def test_hidden_attention_rebuilds_the_mixers_output(name: str, more: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_attention_rebuilds_the_mixers_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64 where the models say fp32, so that an equality to 1e-9 can be asked for."""
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     monkeypatch.setattr(torch, "float32", torch.float64)
-    model = pico_family(name, **more).double()
-    specs = mixers(model, ssm=True)
-    assert specs and (more.get("channels_per_head") != 1 or all(s.native_heads for s in specs))
-    for spec in specs:
-        streams, scan, trace = _recurrence(model, spec, 21)
-        structure, mixer = structure_of(spec), mixer_of(model, spec)
-        if streams.gate is not None:
-            scan = scan * streams.gate
-        torch.testing.assert_close(scan, trace.scan[spec.name], atol=1e-9, rtol=0)
-        heads = scan
-        if structure.norm_weight(mixer) is not None:
-            multiplied = trace.projected[spec.name] * getattr(mixer, "mup_vector", 1)
-            heads = mixer.norm(scan, multiplied[..., : scan.shape[-1]])
-        torch.testing.assert_close(heads, trace.heads[spec.name], atol=1e-9, rtol=0)
-        output = structure.out_proj(mixer)(heads)
-        torch.testing.assert_close(output, trace.output[spec.name], atol=1e-9, rtol=0)
+    for case, (name, more) in RECURRENCES.items():
+        model = pico_family(name, **more).double()
+        specs = mixers(model, ssm=True)
+        assert specs and (more.get("channels_per_head") != 1 or all(s.native_heads for s in specs)), case
+        for spec in specs:
+            streams, scan, trace = _recurrence(model, spec, 21)
+            structure, mixer = structure_of(spec), mixer_of(model, spec)
+            if streams.gate is not None:
+                scan = scan * streams.gate
+            heads = scan
+            if structure.norm_weight(mixer) is not None:
+                multiplied = trace.projected[spec.name] * getattr(mixer, "mup_vector", 1)
+                heads = mixer.norm(scan, multiplied[..., : scan.shape[-1]])
+            output = structure.out_proj(mixer)(heads)
+            for found, recorded in ((scan, trace.scan), (heads, trace.heads), (output, trace.output)):
+                apart = (found - recorded[spec.name]).abs().max()
+                assert apart < 1e-9, (case, spec.name)
 
 
 def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
@@ -181,86 +170,76 @@ def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
 
 
 @every_family
-class TestLocate:
-    @pytest.mark.parametrize("context_only", [False, True])
-    def test_ablation_equals_the_naive_one(self, name: str, context_only: bool) -> None:
-        run = run_of(name)
-        for spec in run.specs:
-            heads, ablation = [[h] for h in spec.heads], Ablation("context" if context_only else "everywhere")
-            fast = ablate(run, heads, ablation)
-            assert_same(fast, naive_ablate(run, heads, ablation))
-            assert context_only or all((s.margin - run.scores.margin).abs().max() > 1e-3 for s in fast)
-
-    def test_heads_of_several_layers_equal_the_naive_ones(self, name: str) -> None:
-        run = run_of(name)
-        heads = [head for spec in run.specs for head in spec.heads]
-        sets = [[heads[0], heads[-1]], heads[1:-1], *([*spec.heads] for spec in run.specs)]
-        ablation = Ablation(fill="mean")
-        assert_same(ablate(run, sets, ablation), naive_ablate(run, sets, ablation))
-
-    def test_at_the_query_equals_the_naive_one(self, name: str) -> None:
-        run = run_of(name)
-        heads = [head for spec in run.specs for head in spec.heads]
-        variants = [Variant(ablate=(head,)) for head in heads]
-        variants += [Variant(oracle=((head, reads),)) for head in heads for reads in READS]
-        together = Variant(
-            ablate=(heads[0], heads[-1]), oracle=((heads[1], "segment_end"), (heads[-2], "answer_token"))
-        )
-        fast = change_at_query(run, [Variant(), *variants, together])
-        assert_same(fast, naive_change_at_query(run, [Variant(), *variants, together]))
-        torch.testing.assert_close(fast[0].margin, run.scores.margin, atol=1e-4, rtol=0)
-        assert all((s.margin - run.scores.margin).abs().max() > 1e-3 for s in fast[1:])
-
-    def test_ablation_is_zeroed_columns_of_that_layer(self, name: str) -> None:
-        """The weight itself is changed, of this layer alone where layers share it."""
-        run, model = run_of(name), copy.deepcopy(base(name))
-        for spec in run.specs:
-            out_proj, found = structure_of(spec).out_proj(mixer_of(model, spec)), []
-            whole = out_proj.weight
-            for _, own in columns(spec):
-                out_proj.weight = nn.Parameter(whole.clone(), requires_grad=False)
-                out_proj.weight[:, own] = 0
-                changed = logits(model, run.batch.input_ids, run.batch.attention_mask)
-                found.append(choice_scores(changed[:, -1], run.batch))
-            out_proj.weight = whole
-            assert_same(ablate(run, [[h] for h in spec.heads]), found)
+def test_ablation_equals_the_naive_one(name: str) -> None:
+    """Everywhere and over the context alone, of heads of several layers, and as columns that are zeroed by hand."""
+    run, model = run_of(name), copy.deepcopy(base(name))
+    for spec in run.specs:
+        single = [[head] for head in spec.heads]
+        context = Ablation("context")
+        assert_same(ablate(run, single, context), naive_ablate(run, single, context))
+        everywhere = ablate(run, single, Ablation("everywhere"))
+        assert_same(everywhere, naive_ablate(run, single, Ablation("everywhere")))
+        assert all((s.margin - run.scores.margin).abs().max() > 1e-3 for s in everywhere)
+        # The weight itself is changed, of this layer alone where layers share it.
+        out_proj, found = structure_of(spec).out_proj(mixer_of(model, spec)), []
+        whole = out_proj.weight
+        for _, own in columns(spec):
+            out_proj.weight = nn.Parameter(whole.clone(), requires_grad=False)
+            out_proj.weight[:, own] = 0
+            changed = logits(model, run.batch.input_ids, run.batch.attention_mask)
+            found.append(choice_scores(changed[:, -1], run.batch))
+        out_proj.weight = whole
+        assert_same(ablate(run, single), found)
+    heads = [head for spec in run.specs for head in spec.heads]
+    sets = [[heads[0], heads[-1]], heads[1:-1], *([*spec.heads] for spec in run.specs)]
+    assert_same(ablate(run, sets, Ablation(fill="mean")), naive_ablate(run, sets, Ablation(fill="mean")))
 
 
-class TestRefusal:
-    @pytest.mark.parametrize("name", REFUSED)
-    def test_a_family_that_takes_no_splice(self, name: str) -> None:
-        config, family = base(name).config, family_of(base(name).config)
-        head = ScoredHead(HeadId(0, 1), "neither", "segment_end", {"query": Interval(0.0, 0.0, 0.0, 1)})
-        heads = HeadSet("pico", "", geometry_of(config), (head,), (head,), "list", 0)
-        graft = Graft(family.mixers(config)[0], (1,), "add", "ssm", ("segment_end",))
-        assert family.sites(config) == ()
-        for attempt in (
-            lambda: make_plan(heads, config),
-            lambda: splice_model(base(name), Plan("pico", geometry_of(config), (graft,), 0)),
-        ):
-            with pytest.raises(PlanError, match=rf"^base\.model: {config.model_type}\. ") as caught:
-                attempt()
-            assert family.refuses in str(caught.value) and "\n" not in str(caught.value)
+@every_family
+def test_a_change_at_the_query_equals_the_naive_one(name: str) -> None:
+    run = run_of(name)
+    heads = [head for spec in run.specs for head in spec.heads]
+    variants = [Variant(ablate=(head,)) for head in heads]
+    variants += [Variant(oracle=((head, reads),)) for head in heads for reads in READS]
+    together = Variant(ablate=(heads[0], heads[-1]), oracle=((heads[1], "segment_end"), (heads[-2], "answer_token")))
+    fast = change_at_query(run, [Variant(), *variants, together])
+    assert_same(fast, naive_change_at_query(run, [Variant(), *variants, together]))
+    torch.testing.assert_close(fast[0].margin, run.scores.margin, atol=1e-4, rtol=0)
+    assert all((s.margin - run.scores.margin).abs().max() > 1e-3 for s in fast[1:])
 
-    @pytest.mark.parametrize(
-        ("name", "head"),
-        [("zamba2", "L1H0"), ("zamba2", "L1A0"), ("bamba", "L1A2"), ("granite", "L1A0"), ("nemotron_h", "L2A1")],
-    )
-    def test_a_layer_with_keys_and_values_of_its_own(self, name: str, head: str) -> None:
-        model = base(name)
-        where = HeadId.parse(head)
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_takes_no_splice_is_refused(name: str) -> None:
+    config, family = base(name).config, family_of(base(name).config)
+    head = ScoredHead(HeadId(0, 1), "neither", "segment_end", {"query": Interval(0.0, 0.0, 0.0, 1)})
+    heads = HeadSet("pico", "", geometry_of(config), (head,), (head,), "list", 0)
+    graft = Graft(family.mixers(config)[0], (1,), "add", "ssm", ("segment_end",))
+    assert family.sites(config) == ()
+    for attempt in (
+        lambda: make_plan(heads, config),
+        lambda: splice_model(base(name), Plan("pico", geometry_of(config), (graft,), 0)),
+    ):
+        with pytest.raises(PlanError, match=rf"^base\.model: {config.model_type}\. ") as caught:
+            attempt()
+        assert family.refuses in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_layer_with_keys_and_values_of_its_own_is_refused() -> None:
+    cases = (("zamba2", "L1H0"), ("zamba2", "L1A0"), ("bamba", "L1A2"), ("granite", "L1A0"), ("nemotron_h", "L2A1"))
+    for name, head in cases:
+        model, where = base(name), HeadId.parse(head)
         site = next(s for s in mixers(model) if s.name == where.mixer)
         graft = Graft(site, (where.head,), "add", "ssm", ("segment_end",))
         layers = [s.layer for s in family_of(model.config).sites(model.config)]
-        for named, attempt in (
-            (head, lambda: check_in_range(where, model.config)),
-            (site.name, lambda: splice_model(model, Plan("pico", geometry_of(model.config), (graft,), 0))),
-        ):
-            with pytest.raises(PlanError, match=rf"{named}\. .*has attention already") as caught:
-                attempt()
-            assert str(layers) in str(caught.value) and "\n" not in str(caught.value)
+        plan = Plan("pico", geometry_of(model.config), (graft,), 0)
+        with pytest.raises(PlanError, match=rf"{head}\. .*has attention already") as in_range:
+            check_in_range(where, model.config)
+        with pytest.raises(PlanError, match=rf"{site.name}\. .*has attention already") as spliced:
+            splice_model(model, plan)
+        for caught in (in_range, spliced):
+            assert str(layers) in str(caught.value) and "\n" not in str(caught.value), (name, head)
 
-    def test_a_plan_for_another_model(self) -> None:
-        plan = plan_of(base("bamba"))
-        with pytest.raises(PlanError, match=r"geometry"):
-            splice_model(base("mamba2"), plan)
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"geometry"):
+        splice_model(base("mamba2"), plan_of(base("bamba")))

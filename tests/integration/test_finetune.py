@@ -21,8 +21,7 @@ from surgery.recipe import load_recipe, shipped
 from surgery.run.pipeline import run_pipeline
 from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan, plan_from_json
-from tests.integration.conftest import ROOT, surgery
-from tests.support.errors import assert_refused
+from tests.integration.conftest import ROOT, assert_all_refused, refused, surgery
 from tests.support.pico import pico_base, pico_tokenizer
 
 STAGES = ["train", "control", "evaluate", "export"]
@@ -73,7 +72,8 @@ def finished(place: Path) -> Path:
     return place / "runs" / "finetune-rows"
 
 
-def test_every_arm_is_asked_the_rows_that_were_held_out(finished: Path) -> None:
+def test_every_arm_is_asked_the_rows_that_were_held_out(place: Path, finished: Path) -> None:
+    """Both arms were trained, and the hybrid that it starts from was not touched."""
     results = json.loads((finished / "results.json").read_text())
     assert set(results["arms"]) == {"base", "no_splice", "hybrid_heads_off", "hybrid"}
     for arm in results["arms"].values():
@@ -82,23 +82,19 @@ def test_every_arm_is_asked_the_rows_that_were_held_out(finished: Path) -> None:
     assert "held_out/rows.jsonl" in results["comparisons"]["hybrid"]["no_splice"]
     assert results["step_zero_gap"] is None and results["heads"] == ["L1H2"]
     assert set(results["seconds"]) == {"train", "control", "evaluate"}
-
-
-def test_both_arms_were_trained_and_the_hybrid_was_not_touched(place: Path, finished: Path) -> None:
-    before = {name: load_file(place / name / "model.safetensors") for name in ("base", "hybrid")}
     for name, trained in (("base", "no_splice"), ("hybrid", "trained")):
+        before = load_file(place / name / "model.safetensors")
         after = load_file(finished / trained / "model.safetensors")
-        assert set(after) == set(before[name])
-        assert all((after[n] != weight).any() for n, weight in before[name].items() if "in_proj" in n)
+        assert set(after) == set(before)
+        assert all((after[n] != weight).any() for n, weight in before.items() if "in_proj" in n), name
     assert not (finished / "heads.json").exists(), "the hybrid's folder had none"
 
 
-def test_plan_config_and_card_agree(place: Path, finished: Path) -> None:
+def test_the_export_says_what_it_was_made_of(place: Path, finished: Path) -> None:
     export = finished / "export"
     plan = plan_from_json(json.loads((export / "plan.json").read_text()))
     config = json.loads((export / "config.json").read_text())
-    (graft,) = plan.grafts
-    (site,) = config["splice"]
+    (graft,), (site,) = plan.grafts, config["splice"]
     assert (site["layer"], site["heads"], site["reads"]) == (graft.site.layer, list(graft.heads), list(graft.reads))
     card = (export / "README.md").read_text()
     assert "Fine-tuned from hybrid on rows.jsonl" in card and "| rows.jsonl, held-out rows, exact match |" in card
@@ -107,27 +103,19 @@ def test_plan_config_and_card_agree(place: Path, finished: Path) -> None:
     assert (recipe["base"]["model"], recipe["control"]["model"], recipe["splice"]) == ("hybrid", "base", None)
     assert recipe["train"]["sources"][0]["data"]["path"] == "rows.jsonl"
     assert str(place) not in card + (export / "recipe.yaml").read_text()
-
-
-def test_the_export_loads_in_stock_transformers(finished: Path) -> None:
-    """It was loaded where `surgery` cannot be imported, and gave the trained model's logits."""
-    report = json.loads((finished / "export" / "export.json").read_text())
+    report = json.loads((export / "export.json").read_text())
     assert report["checked_without_surgery"] and report["max_logit_difference"] == 0
-    config = json.loads((finished / "export" / "config.json").read_text())
-    for name in config["auto_map"].values():
-        assert (finished / "export" / f"{name.split('.')[0]}.py").is_file()
 
 
-def test_another_content_is_trained_on_anew_and_the_same_is_not(place: Path, finished: Path) -> None:
-    shutil.copytree(place / "runs", place / "copied")
-    arguments = ("finetune", "./hybrid", "rows.jsonl", CONTROL, *SMALL, "--to", "train", "--runs", "copied")
-    same = surgery(*arguments, cwd=place)
-    try:
-        write(place / "rows.jsonl", [line(i) for i in range(61)])
-        other = surgery(*arguments, cwd=place)
-    finally:
-        write(place / "rows.jsonl", [line(i) for i in range(60)])
-    assert "skipped: already finished" in same.stdout and "train  done" in other.stdout
+def test_another_content_is_trained_on_anew_and_the_same_is_not(place: Path, finished: Path, tmp_path: Path) -> None:
+    """And `run` of the shipped recipe, with both set, finds everything done: there is no second code path."""
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    names = ("name=finetune-rows", "base.model=./hybrid", "train.sources.0.data.path=rows.jsonl")
+    same = surgery("run", str(ROOT / "recipes" / "finetune.yaml"), *names, CONTROL, *SMALL, cwd=tmp_path)
+    assert same.stdout.count("skipped: already finished") == len(STAGES), same.stderr
+    write(tmp_path / "rows.jsonl", [line(i) for i in range(61)])
+    other = surgery("finetune", "./hybrid", "rows.jsonl", CONTROL, *SMALL, "--to", "train", cwd=tmp_path)
+    assert "train  done" in other.stdout, other.stderr
 
 
 def test_rows_that_are_held_out_are_never_trained_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +142,9 @@ def test_a_second_data_set_does_not_replace_the_first(place: Path, finished: Pat
     """It has a folder of its own. In the same folder it asks for --overwrite."""
     write(place / "more" / "rows.jsonl", [line(i) for i in range(5, 60)])
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
-    done = surgery("finetune", "./hybrid", "more/rows.jsonl", *SMALL, cwd=place)
-    assert_refused(done, "finetune-rows", "another recipe", "data: rows.jsonl", "--overwrite")
+    line_of_refusal = refused("finetune", "./hybrid", "more/rows.jsonl", *SMALL, cwd=place)
+    said = ("finetune-rows", "another recipe", "data: rows.jsonl", "--overwrite")
+    assert [word for word in said if word not in line_of_refusal] == []
     assert before == {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
 
 
@@ -233,33 +222,22 @@ def test_a_dry_run_counts_the_rows_of_the_file(place: Path) -> None:
     assert not (place / "dry").exists()
 
 
-def test_it_is_run_of_the_shipped_recipe(place: Path, finished: Path) -> None:
-    """No second code path: `run` of the recipe with both set finds everything done."""
-    names = ("name=finetune-rows", "base.model=./hybrid", "train.sources.0.data.path=rows.jsonl")
-    given = (*names, CONTROL, *SMALL)
-    done = surgery("run", str(ROOT / "recipes" / "finetune.yaml"), *given, cwd=place)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("skipped: already finished") == len(STAGES)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (("./base", "rows.jsonl"), ("HYBRID", "Nothing is spliced", "splice it first")),
-        (("./nowhere", "rows.jsonl"), ("HYBRID", "no such folder")),
-        (("./hybrid", "missing.jsonl"), ("DATA", "missing.jsonl", "No such file")),
-        (("./hybrid", "bad.jsonl"), ("bad.jsonl:3", "answer")),
-        (("./hybrid", "unmarked.jsonl", f"{COLUMNS}.answer_span=answer_span"), ("unmarked.jsonl:1", "span")),
-        (("./hybrid", "rows.jsonl", f"{COLUMNS}.answer_span=null"), ("answer_span", "`auto`")),
-        (("./hybrid", "one.jsonl"), ("one.jsonl", "no row is", "holdout")),
-        (("./hybrid", "rows.jsonl", "control={model: ./hybrid}"), ("control.model", "without a splice")),
-        (("./hybrid", "rows.jsonl", "--from", "plan"), ("--from", "plan", "train, control, evaluate, export")),
-        (("./hybrid", "rows.jsonl", "--to", "splice"), ("--to", "splice", "hybrid already")),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(place: Path, given: tuple[str, ...], words: tuple[str, ...]) -> None:
-    write(place / "bad.jsonl", [line(0), line(1), {"prompt": "Who?\n"}])
-    write(place / "unmarked.jsonl", [{"prompt": "Who?\n", "answer": "I"}])
-    write(place / "one.jsonl", [line(0)])
-    assert_refused(surgery("finetune", *given, *SMALL, "--runs", "refused", cwd=place), *words)
-    assert not (place / "refused").exists()
+def test_bad_input_is_one_line_and_leaves_nothing(place: Path, tmp_path: Path) -> None:
+    for name in ("base", "hybrid", "rows.jsonl"):
+        (tmp_path / name).symlink_to(place / name)
+    write(tmp_path / "bad.jsonl", [line(0), line(1), {"prompt": "Who?\n"}])
+    write(tmp_path / "unmarked.jsonl", [{"prompt": "Who?\n", "answer": "I"}])
+    write(tmp_path / "one.jsonl", [line(0)])
+    given = {
+        ("./base", "rows.jsonl"): ("HYBRID", "Nothing is spliced", "splice it first"),
+        ("./nowhere", "rows.jsonl"): ("HYBRID", "no such folder"),
+        ("./hybrid", "missing.jsonl"): ("DATA", "missing.jsonl", "No such file"),
+        ("./hybrid", "bad.jsonl"): ("bad.jsonl:3", "answer"),
+        ("./hybrid", "unmarked.jsonl", f"{COLUMNS}.answer_span=answer_span"): ("unmarked.jsonl:1", "span"),
+        ("./hybrid", "rows.jsonl", f"{COLUMNS}.answer_span=null"): ("answer_span", "`auto`"),
+        ("./hybrid", "one.jsonl"): ("one.jsonl", "no row is", "holdout"),
+        ("./hybrid", "rows.jsonl", "control={model: ./hybrid}"): ("control.model", "without a splice"),
+        ("./hybrid", "rows.jsonl", "--from", "plan"): ("--from", "plan", "train, control, evaluate, export"),
+        ("./hybrid", "rows.jsonl", "--to", "splice"): ("--to", "splice", "hybrid already"),
+    }
+    assert_all_refused({("finetune", *words, *SMALL): said for words, said in given.items()}, tmp_path)

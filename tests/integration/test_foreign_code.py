@@ -18,7 +18,7 @@ from surgery.export import transformers_folder
 from surgery.export.publish import publish
 from surgery.export.reload import prompt_ids, reload
 from surgery.export.verify import verify_folder
-from tests.integration.conftest import surgery as command
+from tests.integration.conftest import refused as command_refused
 from tests.support.exports import edit, in_this_process, list_again, written
 
 MODULE = "modeling_mamba2_hybrid"
@@ -147,57 +147,53 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return written(tmp_path_factory.mktemp("foreign") / "export")
 
 
-@pytest.fixture
-def trap(whole: Path, tmp_path: Path) -> Trap:
-    made = Trap(Path(shutil.copytree(whole, tmp_path / "export")), tmp_path / "outside", tmp_path / "it ran")
+def trap_in(whole: Path, place: Path) -> Trap:
+    made = Trap(Path(shutil.copytree(whole, place / "export")), place / "outside", place / "it ran")
     made.module(made.outside)
     return made
 
 
-def refused(call: Callable[[], Any], trap: Trap) -> None:
-    with pytest.raises(ModelError) as caught:
+@pytest.fixture
+def trap(whole: Path, tmp_path: Path) -> Trap:
+    return trap_in(whole, tmp_path)
+
+
+def refused(call: Callable[[], Any], trap: Trap, name: str) -> None:
+    try:
         call()
-    assert len(str(caught.value).splitlines()) == 1 and not trap.mark.exists()
-
-
-@pytest.mark.parametrize("lay", LAYS)
-@pytest.mark.parametrize("is_listed", [True, False])
-def test_it_is_refused_and_nothing_of_it_runs(
-    lay: str, is_listed: bool, trap: Trap, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether export.json is right about the folder, or as old ones lists nothing."""
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
-    LAYS[lay](trap)
-    if is_listed:
-        list_again(trap.folder)
+    except ModelError as error:
+        assert len(str(error).splitlines()) == 1 and not trap.mark.exists(), (name, str(error))
     else:
-        (trap.folder / "export.json").write_text("{}")
-    refused(lambda: verify_folder(trap.folder), trap)
-    refused(lambda: publish(trap.folder, "someone/hybrid", endpoint="http://127.0.0.1:9"), trap)
+        raise AssertionError(f"{name}: it passed")
 
 
-@pytest.mark.parametrize("lay", list(RUNS)[:3])
-def test_the_command_says_so_in_one_line(lay: str, trap: Trap, tmp_path: Path) -> None:
-    LAYS[lay](trap)
-    list_again(trap.folder)
-    done = command("verify", str(trap.folder), cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
-    assert not trap.mark.exists()
+def test_it_is_refused_and_nothing_of_it_runs(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether export.json is right about the folder or lists nothing. Links are refused with trust as well."""
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+    for number, (name, lay) in enumerate(LAYS.items()):
+        trap = trap_in(whole, tmp_path / str(number))
+        lay(trap)
+        for is_listed in (True, False):
+            if is_listed:
+                list_again(trap.folder)
+            else:
+                (trap.folder / "export.json").write_text("{}")
+            refused(lambda: verify_folder(trap.folder), trap, name)  # noqa: B023
+            refused(lambda: publish(trap.folder, "someone/hybrid", endpoint="http://127.0.0.1:9"), trap, name)  # noqa: B023
+            if name in LINKS:
+                refused(lambda: verify_folder(trap.folder, trust_remote_code=True), trap, name)  # noqa: B023
 
 
-@pytest.mark.parametrize("lay", RUNS)
-def test_stock_transformers_would_run_it(lay: str, trap: Trap) -> None:
-    """Or the tests above could not fail."""
-    LAYS[lay](trap)
-    with suppress(ModelError):  # it ran, and then something else failed
-        reload(trap.folder, prompt_ids(50), ("float32",))
-    assert trap.mark.exists()
-
-
-@pytest.mark.parametrize("lay", LINKS)
-def test_links_are_refused_with_trust_as_well(lay: str, trap: Trap) -> None:
-    LAYS[lay](trap)
-    refused(lambda: verify_folder(trap.folder, trust_remote_code=True), trap)
+def test_stock_transformers_would_run_it(whole: Path, tmp_path: Path) -> None:
+    """Or the test above could not fail. The command, too, says so in one line."""
+    for number, (name, lay) in enumerate(RUNS.items()):
+        trap = trap_in(whole, tmp_path / str(number))
+        lay(trap)
+        list_again(trap.folder)
+        assert command_refused("verify", str(trap.folder), cwd=tmp_path) and not trap.mark.exists(), name
+        with suppress(ModelError):  # it ran, and then something else failed
+            reload(trap.folder, prompt_ids(50), ("float32",))
+        assert trap.mark.exists(), name
 
 
 def test_what_changes_after_the_check_is_not_run(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ from surgery.models.loading import load_model
 from surgery.recipe import Base, Recipe, check_recipe, load_recipe
 from surgery.recipe.yaml import load_yaml
 from surgery.run.pipeline import run_pipeline
-from tests.integration.conftest import PICO_MAMBA2, ROOT, surgery
-from tests.support.errors import assert_refused
+from tests.integration.conftest import EXPORT, PICO_MAMBA2
 from tests.support.mamba_ssm_files import config_of, write
 from tests.support.pico import SPLICED_FAMILIES, pico_family, pico_tokenizer
 
@@ -58,16 +57,13 @@ def shortened(recipe: Recipe) -> Recipe:
     return check_recipe(data)
 
 
-@pytest.mark.parametrize("name", SPLICED_FAMILIES)
-def test_every_family_gets_a_recipe(name: str, tmp_path: Path) -> None:
-    recipe = recipe_for(family_folder(name, tmp_path / name))
-    assert recipe.splice is not None and recipe.splice.select == "random"  # random weights are at chance
-
-
-def test_a_base_at_chance_is_trained_and_evaluated(tmp_path: Path) -> None:
-    recipe = shortened(recipe_for(family_folder("zamba2", tmp_path / "zamba2")))
-    run_pipeline(recipe, tmp_path / "run", last="evaluate")
-    assert (tmp_path / "run" / "report.html").is_file()
+def test_every_family_gets_a_recipe(tmp_path: Path) -> None:
+    for name in SPLICED_FAMILIES:
+        recipe = recipe_for(family_folder(name, tmp_path / name))
+        assert recipe.splice is not None and recipe.splice.select == "random", name  # random weights are at chance
+        if name == "zamba2":
+            run_pipeline(shortened(recipe), tmp_path / "run", last="evaluate")
+            assert (tmp_path / "run" / "report.html").is_file()
 
 
 def test_a_base_in_the_format_of_mamba_ssm_is_located_and_trained(tmp_path: Path) -> None:
@@ -98,33 +94,9 @@ def test_run_with_a_base_writes_its_recipe_once(tmp_path: Path, capsys: pytest.C
             path_of(**other)  # type: ignore[arg-type]
 
 
-def test_a_base_without_a_tokenizer_is_refused_with_the_option(tmp_path: Path) -> None:
+def test_what_is_no_base_is_refused_with_what_to_do(tmp_path: Path) -> None:
     pico_family("mamba2", vocab_size=1024).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"no tokenizer.*--tokenizer"):
         recipe_for(tmp_path)
-
-
-def test_a_hybrid_is_refused_with_the_command_for_it() -> None:
     with pytest.raises(PlanError, match="surgery finetune"):
-        recipe_for(ROOT / "checkpoints" / "quickstart" / "export")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("init", "nowhere"), "MODEL: nowhere. There is no such folder"),
-        (("run", "--base", "nowhere"), "--base: nowhere. There is no such folder"),
-        (("init", str(ROOT / "checkpoints" / "pico-transformer")), "not spliced"),
-        (("init", str(PICO_MAMBA2), "--data", "nowhere.jsonl"), "--data: nowhere.jsonl. No such file"),
-        (
-            ("run", "--base", str(PICO_MAMBA2), "--tokenizer", "nowhere"),
-            "--tokenizer: nowhere. There is no such folder",
-        ),
-        (("run",), "--base"),
-        (("run", "quickstart", "--base", "x"), "Remove RECIPE"),
-        (("run", "quickstart", "--data", "x"), "needs --base"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_in_one_line(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    assert_refused(surgery(*arguments, cwd=tmp_path), says)
-    assert list(tmp_path.iterdir()) == []
+        recipe_for(EXPORT)

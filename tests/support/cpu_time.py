@@ -21,6 +21,7 @@ from tests.support import processes
 
 TICKS = os.sysconf("SC_CLK_TCK")
 SHOWN = 40
+COSTS = pytest.StashKey[dict[str, float]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,13 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def seconds() -> float:
-    """CPU seconds of this process, of its children that have ended, and of the servers with their children."""
+    """CPU seconds of this process, of its children that have ended, and of the server that it started."""
     total = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         total += usage.ru_utime + usage.ru_stime
-    for pid in processes.servers():
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    if processes.stock.cache_info().currsize and processes.stock().pid:
+        fields = Path(f"/proc/{processes.stock().pid}/stat").read_text().rsplit(")", 1)[1].split()
         total += sum(map(int, fields[11:15])) / TICKS  # utime, stime, cutime, cstime
     return total
 
@@ -45,9 +46,6 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     result = yield
     item.config.stash.setdefault(COSTS, {})[item.nodeid] = round(seconds() - before, 3)
     return result
-
-
-COSTS = pytest.StashKey[dict[str, float]]()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

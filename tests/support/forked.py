@@ -14,6 +14,10 @@ def redirect(out: Path | str, err: Path | str) -> None:
     """Read the standard input from nothing, and write the standard output and error to files."""
     for name, descriptor in (("/dev/null", 0), (out, 1), (err, 2)):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
+    for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):  # pytest replaces them
+        stream = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def run_and_exit(command: Callable[[], object]) -> NoReturn:

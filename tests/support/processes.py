@@ -1,19 +1,18 @@
 """Run commands in processes of their own without importing torch for each.
 
-A server imports what its commands need, and forks a child for each of them. It computes nothing itself, so that a child
-starts in the state of a fresh process. Variables that a library reads while it is imported have no effect in a child:
-start a command that needs them with `subprocess`.
+- `run(["surgery", "inspect", FOLDER], cwd)` forks a child of this process, which becomes the command.
+- `stock().run(...)` forks a child of a server that has imported transformers and not this library. All test processes
+  of a session share it. `Reloads` lets it stand in for `subprocess` where an export is reloaded without this library.
 
-- `library()` has imported this library: `library().run(["surgery", "inspect", FOLDER], cwd)`.
-- `stock()` has imported transformers and not this library. It stands in for `subprocess` in `surgery.export.reload`
-  and `surgery.export.gguf_converter`.
+Variables that a library reads while it is imported have no effect in a child: start a command that needs them with
+`subprocess`.
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
 import json
+import logging
 import os
 import select
 import selectors
@@ -26,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,20 +36,18 @@ TIMEOUT = 300.0
 FAMILIES = ("mamba", "mamba2", "bamba", "falcon_mamba", "zamba2", "nemotron_h", "granitemoehybrid")
 
 
-@dataclass
 class Started:
     """A command that runs.
 
-    Attributes:
+    Args:
         pid: its process id.
-        line: connection over which the server sends the exit code.
         folder: holds its output, until `wait`.
+        line: connection over which a server sends the exit code; None for a child of this process.
     """
 
-    arguments: Sequence[str]
-    pid: int
-    line: socket.socket
-    folder: Path
+    def __init__(self, arguments: Sequence[str], pid: int, folder: Path, line: socket.socket | None = None) -> None:
+        self.arguments, self.pid, self.folder, self.line = list(arguments), pid, folder, line
+        self.end = os.pidfd_open(pid) if line is None else line.detach()
 
     def wait(self, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
         """Wait for its end. Kill it after `timeout` seconds.
@@ -59,17 +55,17 @@ class Started:
         Raises:
             TimeoutExpired: it took longer.
         """
-        self.line.settimeout(timeout)
-        try:
-            code = json.loads(_line_of(self.line))
-        except TimeoutError:
+        late = not select.select([self.end], [], [], timeout)[0]
+        if late:
             os.kill(self.pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(list(self.arguments), timeout) from None
-        finally:
-            self.line.close()
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]) if self.line is None else int(_line_of(self.end))
+        os.close(self.end)
+        self.end = -1
         texts = [(self.folder / name).read_text("utf-8", "replace") for name in ("out", "err")]
         shutil.rmtree(self.folder)
-        return subprocess.CompletedProcess(list(self.arguments), code, *texts)
+        if late:
+            raise subprocess.TimeoutExpired(self.arguments, timeout, *texts)
+        return subprocess.CompletedProcess(self.arguments, code, *texts)
 
     def kill(self, number: int) -> None:
         """Send a signal, if it still runs: its process id may belong to another process later."""
@@ -78,62 +74,84 @@ class Started:
 
     @property
     def running(self) -> bool:
-        """Whether the server has not sent the exit code yet."""
-        return self.line.fileno() >= 0 and not select.select([self.line], [], [], 0)[0]
+        """Whether it has not ended yet."""
+        return self.end >= 0 and not select.select([self.end], [], [], 0)[0]
+
+
+def start(
+    arguments: Sequence[str],
+    cwd: Path | str,
+    environment: Mapping[str, str] | None = None,
+    script: str | None = None,
+) -> Started:
+    """Start a command in a forked child of this process.
+
+    Args:
+        arguments: its `sys.argv`.
+        environment: of the command; that of this process if not set. Folders of its PYTHONPATH are importable.
+        script: Python code to run; `surgery` if not set.
+    """
+    request = _request(arguments, cwd, environment, script)
+    child = os.fork()
+    if child == 0:
+        logging.getLogger().handlers.clear()  # pytest's own
+        if "accelerate" in sys.modules:  # which remembers how many processes there are
+            from accelerate.state import AcceleratorState, GradientState
+
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+        _become(request)
+    return Started(arguments, child, Path(request["folder"]))
+
+
+def run(*given: Any, **named: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. Arguments are those of `start`."""
+    return start(*given, **named).wait()
 
 
 class Server:
-    """A server, started at once and waited for when it is needed.
+    """The server without this library. It ends with the pytest that the user started."""
 
-    Args:
-        kind: `library` or `stock`.
-        stock: address of the server in which commands of a `library` server reload exports.
-    """
+    def __init__(self) -> None:
+        first = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+        folder = Path(tempfile.gettempdir()) / f"surgery-test-{os.getuid()}-{first}"
+        self.address, self.pid = str(folder / "socket"), 0
+        with suppress(FileExistsError):  # another test process has started it
+            folder.mkdir(mode=0o700)
+            command = [sys.executable, "-m", __name__, self.address, str(first)]
+            self.pid = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True).pid
 
-    def __init__(self, kind: str, stock: Server | None = None) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="surgery-test-"))
-        self.address = str(self.folder / "socket")
-        command = [sys.executable, "-m", __name__, kind, self.address, *([stock.address] if stock else [])]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE)
-        atexit.register(self.stop)
-
-    def start(
-        self,
-        arguments: Sequence[str],
-        cwd: Path | str,
-        environment: Mapping[str, str] | None = None,
-        script: str | None = None,
-    ) -> Started:
-        """Start a command.
-
-        Args:
-            arguments: its `sys.argv`.
-            environment: of the command; that of the server if not set. Folders of its PYTHONPATH are importable.
-            script: Python code to run; `surgery` if not set.
-        """
-        while not Path(self.address).exists():
-            assert self.process.poll() is None, "the server has ended"
-            time.sleep(0.02)
-        return _start(self.address, arguments, cwd, environment, script)
+    def start(self, *given: Any, **named: Any) -> Started:
+        """Start a command. Arguments are those of `start` in this module."""
+        return _ask(self.address, _request(*given, **named))
 
     def run(self, *given: Any, **named: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end. Arguments are those of `start`."""
+        """Run a command to its end."""
         return self.start(*given, **named).wait()
 
     def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """End it, if this process has started it."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGTERM)
+            os.waitpid(self.pid, 0)
+            shutil.rmtree(Path(self.address).parent, ignore_errors=True)
+
+
+@cache
+def stock() -> Server:
+    """The server of this test session, started when it is first needed."""
+    return Server()
 
 
 class Reloads:
-    """Stands in for the module `subprocess`: `python -c SCRIPT` runs in a child of the server at an address.
+    """Stands in for the module `subprocess`: `python -c SCRIPT` runs in a child of the server.
 
     Args:
+        address: of the server; that of `stock` if not set.
         seconds: after these the child is ended, also if nobody waits for it any more.
     """
 
-    def __init__(self, address: str, seconds: int = int(TIMEOUT)) -> None:
+    def __init__(self, address: str | None = None, seconds: int = int(TIMEOUT)) -> None:
         self.address, self.seconds = address, seconds
 
     def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -141,58 +159,48 @@ class Reloads:
             return subprocess.run(command, **options)
         at = command.index("-c")
         script, arguments = command[at + 1], ["-c", *command[at + 2 :]]
-        done = _start(self.address, arguments, options["cwd"], options["env"], script, self.seconds).wait()
+        request = _request(arguments, options["cwd"], options["env"], script, self.seconds)
+        done = _ask(self.address or stock().address, request).wait()
         if options.get("check") and done.returncode:
             raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
         return done
 
 
-def _start(
-    address: str,
+def _request(
     arguments: Sequence[str],
     cwd: Path | str | None,
-    environment: Mapping[str, str] | None,
-    script: str | None,
+    environment: Mapping[str, str] | None = None,
+    script: str | None = None,
     seconds: int = 0,
-) -> Started:
-    while not Path(address).exists():  # the server may still be importing
-        assert Path(address).parent.is_dir(), "the server has ended"
-        time.sleep(0.02)
-    folder = Path(tempfile.mkdtemp(prefix="surgery-test-"))
-    request = {
-        "argv": list(arguments),
-        "cwd": str(cwd or "."),
-        "folder": str(folder),
-        "script": script,
+) -> dict[str, Any]:
+    folder = tempfile.mkdtemp(prefix="surgery-test-")
+    env = None if environment is None else dict(environment)
+    return {
+        "argv": list(arguments), "cwd": str(cwd or "."), "folder": folder, "env": env, "script": script,
         "seconds": seconds,
-    }
-    request["env"] = None if environment is None else dict(environment)
+    }  # fmt: skip
+
+
+def _ask(address: str, request: dict[str, Any]) -> Started:
+    """Send a request to a server, which may still be importing."""
+    deadline = time.time() + TIMEOUT
+    while not Path(address).exists():
+        assert Path(address).parent.is_dir() and time.time() < deadline, "the server has ended"
+        time.sleep(0.02)
     line = socket.socket(socket.AF_UNIX)
     line.connect(address)
     line.sendall(json.dumps(request).encode() + b"\n")
-    return Started(arguments, int(_line_of(line)), line, folder)
+    return Started(request["argv"], int(_line_of(line.fileno())), Path(request["folder"]), line)
 
 
-def _line_of(line: socket.socket) -> str:
+def _line_of(descriptor: int) -> str:
     """The next line, byte by byte: the one after it may already be there."""
     text = b""
     while not text.endswith(b"\n"):
-        byte = line.recv(1)
+        byte = os.read(descriptor, 1)
         assert byte, "the server has ended"
         text += byte
     return text.decode()
-
-
-@cache
-def stock() -> Server:
-    """The server without this library, one for each test process."""
-    return Server("stock")
-
-
-@cache
-def library() -> Server:
-    """The server with this library, one for each test process."""
-    return Server("library", stock())
 
 
 def module_script(name: str) -> str:
@@ -200,52 +208,39 @@ def module_script(name: str) -> str:
     return f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module({name!r}, run_name='__main__')"
 
 
-def servers() -> list[int]:
-    """Process ids of the servers that this process has started."""
-    return [make().process.pid for make in (stock, library) if make.cache_info().currsize]
+def import_library() -> None:
+    """Import what a command may need, so that children need not."""
 
-
-def import_library(reloads: Reloads | None = None) -> Any:
-    """Import what a command may need. Returns `surgery.cli.main`."""
-    from surgery import cli
-    from surgery.console.progress import silence_libraries
-
-    silence_libraries()
+    import surgery.cli
     import surgery.export.gguf_converter
     import surgery.export.reload
     import surgery.models.convert
+    import surgery.report.figures.attention
+    import surgery.report.figures.costs
+    import surgery.report.figures.curves
+    import surgery.report.figures.heatmaps
     import surgery.reproduce.analysis
     import surgery.run.dry_run
     import surgery.run.pipeline
-    import surgery.run.pretrain
-
-    if reloads is not None:
-        for module in (surgery.export.reload, surgery.export.gguf_converter):
-            module.subprocess = reloads  # type: ignore[attr-defined]
-    return cli.main
+    import surgery.run.pretrain  # noqa: F401
 
 
-def import_stock() -> None:
-    """Import what loading a model takes in stock transformers."""
+def serve(address: str, first: int) -> None:
+    """Import what loading a model takes in stock transformers, and answer requests until the process `first` ends."""
+    gc.disable()  # until all is imported
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
     from transformers.models.auto import modeling_auto  # noqa: F401
 
     torch.set_num_threads(1)
     for name in FAMILIES:
         __import__(f"transformers.models.{name}.modeling_{name}")
     assert "surgery" not in sys.modules
-
-
-def serve(kind: str, address: str, stock_address: str | None = None) -> None:
-    """Answer requests until the process that started the server ends."""
-    gc.disable()  # until all is imported
-    main = import_stock() if kind == "stock" else import_library(Reloads(stock_address) if stock_address else None)
     gc.collect()
     gc.enable()
     gc.freeze()  # children do not visit, and so do not copy, what the imports have made
     waiting = selectors.DefaultSelector()
-    waiting.register(sys.stdin, selectors.EVENT_READ, "end")
+    waiting.register(os.pidfd_open(first), selectors.EVENT_READ, "end")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{address}.new")
         listener.listen()
@@ -254,13 +249,13 @@ def serve(kind: str, address: str, stock_address: str | None = None) -> None:
         while True:
             for key, _ in waiting.select():
                 if key.data == "end":
-                    return
+                    return shutil.rmtree(Path(address).parent, ignore_errors=True)
                 if key.data == "request":
                     line, _ = listener.accept()
-                    request = json.loads(_line_of(line))
+                    request = json.loads(_line_of(line.fileno()))
                     child = os.fork()
                     if child == 0:
-                        _become(request, main)
+                        _become(request)
                     line.sendall(f"{child}\n".encode())
                     waiting.register(os.pidfd_open(child), selectors.EVENT_READ, (child, line))
                 else:
@@ -272,7 +267,7 @@ def serve(kind: str, address: str, stock_address: str | None = None) -> None:
                         line.sendall(f"{code}\n".encode())
 
 
-def _become(request: dict[str, Any], main: Any) -> NoReturn:
+def _become(request: dict[str, Any]) -> NoReturn:
     """Run the command, in the child."""
 
     def command() -> None:
@@ -286,12 +281,13 @@ def _become(request: dict[str, Any], main: Any) -> NoReturn:
             _use_modules_cache(request["env"].get("HF_MODULES_CACHE"))
         os.chdir(request["cwd"])
         sys.argv = request["argv"]
-        sys.path[1:1] = filter(None, (request["env"] or {}).get("PYTHONPATH", "").split(os.pathsep))
+        more = filter(None, (request["env"] or {}).get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:0] = [request["cwd"] if request["script"] is None else "", *more]
         if request["script"] is None:
-            sys.path[0] = request["cwd"]
-            main()
+            from surgery import cli
+
+            cli.main()
         else:
-            sys.path[0] = ""
             exec(compile(request["script"], "<string>", "exec"), {"__name__": "__main__"})
 
     run_and_exit(command)
@@ -308,14 +304,14 @@ def _use_modules_cache(folder: str | None) -> None:
                 module.HF_MODULES_CACHE = folder
 
 
-if __name__ == "__main__":
-    serve(*sys.argv[1:])
-
-
 def leftover(target: Path) -> Path:
     """What a process that was killed while it wrote `target` leaves: a temporary folder with a mark."""
-    folder = target.with_name(f".{target.name}.5.tmp")
+    folder = target.with_name(f".{target.name}.surgery-5.tmp")
     folder.mkdir(parents=True)
     (folder / ".surgery.json").write_text(json.dumps({"kind": "temporary", "of": target.name}))
     (folder / "new").write_text("half")
     return folder
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -30,7 +30,7 @@ from surgery.train.training import make_accelerator
 from surgery.types import Graft
 from tests.support.kernels import with_kernels
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
-from tests.support.processes import library
+from tests.support.processes import start
 from tests.support.stage_run import record_gradients
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def launch(folder: Path, case: str, code: int = 0, processes: int = 2) -> dict[s
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **address, **ranks, **sizes}
-        started.append(library().start([__file__, str(folder), case], ROOT, environment, SCRIPT))
+        started.append(start([__file__, str(folder), case], ROOT, environment, SCRIPT))
     try:
         ended = [process.wait(240) for process in started]
     finally:  # a process that waits for another one does not end with it
@@ -153,13 +153,11 @@ def lora(folder: Path, steps: int) -> dict[str, torch.Tensor]:
 
 
 def sharded(folder: Path) -> dict[str, torch.Tensor]:
-    """What `test_sharded` compares: `run/name` of every tensor."""
+    """Of three runs: `run/name` of every tensor."""
     runs = {
         "gradient": gradients(folder),
         "checkpointed": gradients(folder, gradient_checkpointing=True, micro_batch=2),
         "lora": lora(folder, 2),
-        "resumed": weights(folder / "stopped", 5),
-        "uninterrupted": weights(folder, 5),
     }
     return {f"{run}/{name}": tensor for run, found in runs.items() for name, tensor in found.items()}
 

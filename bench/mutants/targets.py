@@ -44,6 +44,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_TRAIN}/test_logits_cache.py",
         ),
         "surgery.train.objectives": (
+            f"{_TRAIN}/test_losses.py",
             f"{_TRAIN}/test_teacher.py",
             f"{_TRAIN}/test_micro_batches.py",
             f"{_TRAIN}/test_shared_prefix.py",

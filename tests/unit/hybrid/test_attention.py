@@ -198,25 +198,6 @@ def test_gradients_equal_those_of_eager() -> None:
         torch.testing.assert_close(eager, sdpa, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("site", "width"), [(pico_site(0, [1, 3]), 16), (random_site(0, [1, 3]), 24)])
-def test_flash_gets_keys_as_wide_as_values(site: dict, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flash kernels need one width: the narrower of keys and values is padded, and no score changes."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    branch, u = make(site), inputs()
-    expected, widths = branch(u, None, SplicePass(causal=masked(None, 11)))[0], []
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        widths.append((query.shape[-1], key.shape[-1], value.shape[-1]))
-        return sdpa(module, query, key, value, *args, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
-    branch.config._attn_implementation = "flash_attention_2"
-    torch.testing.assert_close(branch(u, None, SplicePass(causal=masked(None, 11)))[0], expected)
-    assert widths == [(width, width, width)]
-
-
 def test_rows_close_with_their_pass() -> None:
     """What gradient checkpointing recomputes later is not kept a second time."""
     rows, q = SpliceRows(torch.tensor([[1]])), torch.randn(1, 1, 3, 4)
@@ -229,18 +210,6 @@ def test_rows_close_with_their_pass() -> None:
     torch.testing.assert_close(from_below[0], fresh.take()[0])
     rows.collect(2, q, q, None)
     assert rows.take() == ()
-
-
-def test_rows_are_those_of_fp32_in_mixed_precision() -> None:
-    """Large scores would be rounded by some percent of a row."""
-    queries, keys = torch.randn(2, 1, 1, 12, 8, generator=torch.Generator().manual_seed(0)) * 4
-    found = []
-    for precision in (torch.float32, torch.bfloat16):
-        rows = SpliceRows(torch.arange(12)[None])
-        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
-            rows.collect(0, queries, keys, None)
-        found.append(rows.take()[0])
-    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
 
 
 def test_initial_values() -> None:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from surgery.hybrid.modeling_llamba import chunked_scan, scan_step
 from tests.support.loops import for_each
@@ -61,16 +55,6 @@ class TestValues:
         assert_same(stepped(*inputs(T, groups)), expected)
         assert_same(chunked_scan(*inputs(T, groups), chunk), expected)
 
-    @every_grouping
-    def test_published_way_to_call_mamba2(self, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The authors divide x by its step size and call Mamba-2's scan, which multiplies by it; here transformers'."""
-        monkeypatch.setattr(Tensor, "float", Tensor.double)
-        x, key, query, _, state = inputs(21, groups)
-        a, minus_one = torch.linspace(-3, 3, B * 21 * H).double().view(B, 21, H), -torch.ones(H).double()
-        settings = {"dt_softplus": True, "initial_states": state, "return_final_states": True}
-        expected = mamba2_chunk_scan(x / F.softplus(a)[..., None], a, minus_one, key, query, 8, **settings)
-        assert_same(chunked_scan(x, key, query, -F.softplus(a), state, 8), expected)
-
     @for_each("chunk", [4, 32])
     def test_gradients(self, chunk: int) -> None:
         found, expected = ([v.requires_grad_() for v in inputs(13)] for _ in range(2))
@@ -99,22 +83,3 @@ class TestNumerics:
         exact, _ = stepped(x, key, query, decay, state)
         found, _ = chunked_scan(*(v.float() for v in (x, key, query, decay, state)), 32)
         torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=1e-5)
-
-    def test_nothing_is_larger_than_the_squares_of_the_chunks(self) -> None:
-        """No tensor of tokens by tokens by heads by state."""
-
-        class Largest(TorchDispatchMode):
-            numel = 0
-
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                for each in result if isinstance(result, tuple | list) else [result]:
-                    self.numel = max(self.numel, each.numel() if isinstance(each, Tensor) else 0)
-                return result
-
-        T, chunk = 64, 16
-        leaves = [v.requires_grad_() for v in inputs(T)]
-        with Largest() as seen:
-            y, _ = chunked_scan(*leaves, chunk)
-            y.sum().backward()
-        assert seen.numel == B * T * H * chunk

@@ -12,12 +12,10 @@ from torch import Tensor
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from tests.support.loops import for_each
 from tests.support.pico import (
-    HEAD_DIM,
     pad,
     pico_base,
     pico_hybrid,
     pico_site,
-    prompts,
     random_site,
     tokens,
 )
@@ -40,27 +38,7 @@ def full(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     return model(ids, attention_mask=mask, use_cache=False).logits
 
 
-@torch.no_grad()
-def generate(model: Any, ids: Tensor, mask: Tensor | None = None, new: int = 10, **more: Any) -> Tensor:
-    """The new tokens only."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    given = {"max_new_tokens": new, "do_sample": False, **more}
-    return model.generate(ids, attention_mask=mask, **given)[:, ids.shape[1] :]
-
-
 class TestDecoding:
-    @every_splice
-    @every_implementation
-    @every_grouping
-    def test_token_by_token(self, splice: list, implementation: str, n_groups: int) -> None:
-        model, ids = pico_hybrid(splice, n_groups=n_groups, attn_implementation=implementation), tokens()
-        cache, steps = None, []
-        for t in range(ids.shape[1]):
-            output = model(ids[:, t : t + 1], cache=cache, use_cache=True)
-            cache = output.cache
-            steps.append(output.logits)
-        torch.testing.assert_close(torch.cat(steps, 1), full(model, ids), **CLOSE)
-
     @every_splice
     @every_implementation
     @for_each("border", [1, 2, 9])
@@ -97,46 +75,8 @@ class TestDecoding:
         for b, row in enumerate(rows):
             torch.testing.assert_close(torch.cat(steps, 1)[b], full(model, row[None])[0, -6:], **CLOSE)
 
-    @every_splice
-    @every_implementation
-    def test_causality(self, splice: list, implementation: str) -> None:
-        model, ids = pico_hybrid(splice, attn_implementation=implementation), tokens()
-        changed = ids.clone()
-        changed[:, 11] = (ids[:, 11] + 1) % 50 + 3
-        before, after = full(model, ids), full(model, changed)
-        torch.testing.assert_close(before[:, :11], after[:, :11], atol=1e-6, rtol=0)
-        assert ((before - after).abs().amax((0, 2))[11:] > 1e-4).all()
-
-
-class TestGenerate:
-    @every_splice
-    @every_implementation
-    def test_cache_changes_nothing(self, splice: list, implementation: str) -> None:
-        model, ids = pico_hybrid(splice, attn_implementation=implementation), tokens(length=9)
-        greedy = generate(model, ids)
-        assert torch.equal(greedy, generate(model, ids, use_cache=False))
-        for t in range(10):  # and both are the argmax of a plain forward
-            longer = torch.cat([ids, greedy[:, :t]], 1)
-            assert torch.equal(full(model, longer)[:, -1].argmax(-1), greedy[:, t])
-
-    @every_splice
-    def test_beams(self, splice: list) -> None:
-        model, ids = pico_hybrid(splice), tokens(length=9)
-        beams = generate(model, ids, num_beams=3)
-        assert torch.equal(beams, generate(model, ids, num_beams=3, use_cache=False))
-        assert not torch.equal(beams, generate(model, ids)), "these beams never left the greedy path: nothing tested"
-
 
 class TestIdentity:
-    @every_grouping
-    @for_each("splice", [[pico_site(1, [2])], [pico_site(0, [1, 3]), random_site(2, [0, 3])]])
-    def test_fresh_branch_changes_no_bit(self, splice: list, n_groups: int) -> None:
-        base, hybrid = pico_base(n_groups=n_groups), pico_hybrid(splice, fresh=True, n_groups=n_groups)
-        batch = prompts((9, 14, 12))
-        for mask in (None, batch.attention_mask):
-            assert torch.equal(full(hybrid, batch.input_ids, mask), full(base, batch.input_ids, mask))
-        assert torch.equal(generate(hybrid, batch.input_ids), generate(base, batch.input_ids))
-
     def test_plain_checkpoint_loads_with_the_branch_alone_missing(self, tmp_path: Path) -> None:
         base = pico_base()
         base.save_pretrained(tmp_path)
@@ -155,77 +95,7 @@ class TestIdentity:
         assert torch.equal(full(hybrid.eval(), tokens()), full(base, tokens()))
 
 
-class TestReplace:
-    SITE = staticmethod(lambda *heads: [pico_site(1, heads, "replace")])
-
-    @staticmethod
-    def _perturbed(model: Any, head: int) -> Any:
-        """The head's columns of `out_proj` and channels of the norm, replaced."""
-        own, mixer = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM), model.backbone.layers[1].mixer
-        mixer.out_proj.weight.data[:, own] = 7.0
-        mixer.norm.weight.data[own] = -3.0
-        return model
-
-    @every_grouping
-    @for_each("silenced", [(2,), (0, 3)])
-    def test_silenced_heads_and_no_other(self, silenced: tuple[int, ...], n_groups: int) -> None:
-        whole = full(pico_hybrid(self.SITE(*silenced), n_groups=n_groups), tokens())
-        for head in range(4):
-            model = self._perturbed(pico_hybrid(self.SITE(*silenced), n_groups=n_groups), head)
-            for training in (False, True):
-                assert torch.equal(full(model.train(training), tokens()), whole) == (head in silenced), head
-
-    @every_grouping
-    def test_equals_a_base_with_zeroed_columns(self, n_groups: int) -> None:
-        """Silencing is after the gated norm: the other heads keep their scale."""
-        hybrid, base = pico_hybrid(self.SITE(2), n_groups=n_groups), pico_base(n_groups=n_groups)
-        hybrid.backbone.layers[1].mixer.attention.o_proj.weight.data.zero_()
-        base.backbone.layers[1].mixer.out_proj.weight.data[:, 2 * HEAD_DIM : 3 * HEAD_DIM] = 0
-        torch.testing.assert_close(full(hybrid, tokens()), full(base, tokens()), **CLOSE)
-
-    @for_each("checkpointing", [False, True])
-    def test_zero_columns_stay_zero_in_training(self, checkpointing: bool) -> None:
-        model, ids = pico_hybrid(self.SITE(1, 2)).train(), tokens()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        weight, silent = model.backbone.layers[1].mixer.out_proj.weight, slice(HEAD_DIM, 3 * HEAD_DIM)
-        weight.data[:, silent] = 0
-        start = weight.detach().clone()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(ids, labels=ids).loss.backward()
-            optimizer.step()
-        assert not weight[:, silent].any()
-        assert (weight - start).abs()[:, :HEAD_DIM].min() > 0
-
-
 class TestTraining:
-    @staticmethod
-    def _gradients(model: Any, reentrant: bool | None) -> dict[str, Tensor]:
-        """Of the loss and of supervised attention rows together; also on a left-padded batch."""
-        model.train().zero_grad()
-        if reentrant is None:
-            model.gradient_checkpointing_disable()
-        else:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        batch = prompts((9, 14, 12))
-        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-        output = model(batch.input_ids, attention_mask=batch.attention_mask, labels=labels, splice_queries=batch.query)
-        gold = [r[torch.arange(3), :, 0, batch.segment_end[:, 0]].clamp(min=1e-9) for r in output.splice_attentions]
-        (output.loss - sum(g.log().sum() for g in gold)).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    @every_splice
-    @every_implementation
-    def test_checkpointing_keeps_gradients(self, splice: list, implementation: str) -> None:
-        model = pico_hybrid(splice, attn_implementation=implementation)
-        plain, checkpointed = self._gradients(model, None), self._gradients(model, False)
-        for name, gradient in plain.items():
-            torch.testing.assert_close(checkpointed[name], gradient, **CLOSE)
-        branch = {n: g for n, g in plain.items() if ".attention." in n}
-        assert branch and all(g.abs().max() > 1e-6 for g in branch.values())
-
     def test_rows_reach_the_branch_and_below(self) -> None:
         model = pico_hybrid([pico_site(1)]).train()
         rows = model(tokens(), splice_queries=torch.tensor([[20], [20]])).splice_attentions[0]

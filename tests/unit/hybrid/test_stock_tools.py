@@ -176,16 +176,6 @@ class TestMasksOfACache:
                 found = model(ids[:, 9:], attention_mask=mask, **given).logits
             torch.testing.assert_close(found, whole, **CLOSE, msg=lambda text, w=width: f"{w}: {text}")
 
-    def test_padding_among_the_new_tokens(self, name: str) -> None:
-        """A row that ends early: the tokens before its padding are as without it."""
-        model, ids, mask = trained(name), tokens(2, 13), torch.ones(2, 4, dtype=torch.bool)
-        mask[1, 2:] = False
-        with torch.no_grad():
-            before = model(ids[:, :9], use_cache=True)
-            given = {"cache": before.cache, "use_cache": True}
-            found = model(ids[:, 9:], attention_mask=mask, **given).logits
-        torch.testing.assert_close(found[mask], logits(model, ids)[:, 9:][mask], **CLOSE)
-
     def test_any_other_width_is_refused(self, name: str) -> None:
         model, ids = trained(name), tokens(2, 12)
         before = model(ids[:, :9], use_cache=True)
@@ -218,16 +208,6 @@ def test_masks_of_a_cache_in_a_compiled_model(kind: Any) -> None:
                 compiled(mask)
         else:
             assert torch.equal(compiled(mask), whole_mask(mask)) and whole_mask(mask).shape == (2, 12)
-
-
-@for_each("name", SPLICED_FAMILIES)
-def test_positions_reach_branches_with_rotary_positions(name: str) -> None:
-    model, ids = trained(name, init="teacher"), tokens(2, 12)
-    counted = torch.arange(12)[None].expand(2, -1)
-    with torch.no_grad():
-        found = [model(ids, position_ids=positions, use_cache=False).logits for positions in (counted, 3 * counted)]
-    torch.testing.assert_close(found[0], logits(model, ids), **CLOSE)
-    assert (found[1] - found[0]).abs().max() > 0.1
 
 
 def shipped_with(folder: Path) -> dict[str, bytes]:

@@ -45,7 +45,7 @@ def test_attention_layers_take_their_code_along(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_mamba2attn.Mamba2AttnForCausalLM"
     assert (tmp_path / "new" / "modeling_mamba2attn.py").is_file()
-    assert (tmp_path / "new" / "attention.py").is_file()
+    assert (tmp_path / "new" / "modeling_hybrid.py").is_file()
     assert_same_logits(load_model(base_of(tmp_path / "new")), model)
 
 

@@ -456,7 +456,7 @@ def folders(bench: Bench) -> Built:
     bench.linked(bench.corpus.folder("hybrid"))
     (bench.folder / "dear").write_text("{}")
     for name in rng.sample((".out.lock", ".out.7.tmp", ".out.2024.old", "out", "out/.surgery.json", "out/.lock",
-                            ".out.7.tmp/.surgery.json", "out/export.json"), rng.choice((1, 2, 3))):  # fmt: skip
+                            ".out.surgery-7.tmp/.surgery.json", "out/export.json"), rng.choice((1, 2, 3))):  # fmt: skip
         path = bench.folder / name
         if os.path.lexists(path) or not (path.parent.is_dir() or not os.path.lexists(path.parent)):
             continue

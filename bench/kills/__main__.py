@@ -33,7 +33,7 @@ CODES = {"SIGKILL": (-9,), "SIGTERM": (-15, 143), "SIGINT": (-2, 130), "full dis
 WEIGHTS = ("spliced", "trained", "no_splice", "export")
 DISK = 64  # MiB
 LIMIT = 120.0
-_LEFT = re.compile(r"\..+\.\d+\.(tmp|old)|step_\d+|steps|\..*lock")
+_LEFT = re.compile(r"\..+\.surgery-\d+\.tmp|step_\d+|steps|\..*lock")
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Matrix:
         if not folder.is_dir():
             return []
         files = [path.relative_to(folder) for path in folder.rglob("*")]
-        hidden = [path for path in files if any(re.fullmatch(r"\..+\.\d+\.(tmp|old)", part) for part in path.parts)]
+        hidden = [path for path in files if any(re.fullmatch(r"\..+\.surgery-\d+\.tmp", part) for part in path.parts)]
         seen = [str(path) for path in files if path not in hidden]
         fault = broken(folder, seen)
         wrong = [f"half-written: {fault}"] if fault else []
@@ -247,7 +247,7 @@ def main(given: list[str] | None = None) -> int:
                     key = f"{stage}, {way}, {number}"
                     if key in cells and not (options.again and cells[key]["wrong"]):
                         continue
-                    what = re.sub(r"\.\d+\.(tmp|old)", r".\1", events[stage][event])
+                    what = re.sub(r"\.surgery-\d+\.tmp", ".tmp", events[stage][event])
                     wrong = matrix.cell(stage, event, way)
                     cells[key] = {"stage": stage, "way": way, "event": what, "wrong": wrong}
                     summary |= _facts()

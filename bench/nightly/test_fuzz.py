@@ -115,7 +115,7 @@ def forget_a_shard() -> None:
 
 def leave_a_part() -> None:
     Path("out").mkdir()
-    Path("out/.model.json.12.tmp").touch()
+    Path("out/.model.json.surgery-12.tmp").touch()
     refuse()
 
 

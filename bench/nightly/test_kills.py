@@ -39,8 +39,8 @@ def _write(folder: Path, events: Events) -> None:
     events.watch()
     bars = Bars()
     bars.start("train", "training")
-    (folder / ".one.json.1.tmp").write_text("{}")
-    os.rename(folder / ".one.json.1.tmp", folder / "one.json")
+    (folder / ".one.json.surgery-1.tmp").write_text("{}")
+    os.rename(folder / ".one.json.surgery-1.tmp", folder / "one.json")
     save_file({"x": torch.ones(1000)}, folder / "two.safetensors")
     bars.progress(1, 1)
     events.save()
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-EVENTS = ["open .one.json.1.tmp", "os.rename .one.json.1.tmp", "half of two.safetensors", "tick 1 of 1"]
+EVENTS = ["open .one.json.surgery-1.tmp", "os.rename .one.json.surgery-1.tmp", "half of two.safetensors", "tick 1 of 1"]
 
 
 def test_a_reference_run_lists_every_event(folder: Path, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_reference_run_lists_every_event(folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", SIGNALS)
 def test_a_signal_comes_at_its_event(folder: Path, name: str) -> None:
-    left = ([], [".one.json.1.tmp"], ["one.json", "two.safetensors"])
+    left = ([], [".one.json.surgery-1.tmp"], ["one.json", "two.safetensors"])
     for event, names in enumerate(left):
         assert run(folder, Trigger("train", event, name)) == SIGNALS[name]
         assert sorted(path.name for path in folder.iterdir()) == names
@@ -98,15 +98,15 @@ def test_other_bits_and_leftovers_are_seen(matrix: Matrix, tmp_path: Path) -> No
     assert matrix._differs(again) == []
     save_file({"x": torch.arange(4.0) + 1e-6}, again / "trained" / "model.safetensors")
     (again / "plan.json").write_text("{ }")
-    (again / ".export.12.tmp").mkdir()
+    (again / ".export.surgery-12.tmp").mkdir()
     wrong = " ".join(matrix._differs(again))
-    assert "trained/model.safetensors" in wrong and "plan.json" in wrong and ".export.12.tmp" in wrong
+    assert "trained/model.safetensors" in wrong and "plan.json" in wrong and ".export.surgery-12.tmp" in wrong
 
 
 def test_half_written_files_are_seen(folder: Path) -> None:
     assert Matrix._half_written(folder, "SIGINT") == []
-    (folder / ".trained.7.tmp").mkdir()
-    (folder / ".trained.7.tmp" / "model.safetensors").write_bytes(b"x")
+    (folder / ".trained.surgery-7.tmp").mkdir()
+    (folder / ".trained.surgery-7.tmp" / "model.safetensors").write_bytes(b"x")
     assert Matrix._half_written(folder, "SIGKILL") == []
     assert "left behind" in Matrix._half_written(folder, "SIGINT")[0]
     (folder / "plan.json").write_text("{")

@@ -10,7 +10,7 @@ import typer
 
 from surgery.commands.arguments import Runs
 from surgery.console.tables import print_analysis, print_comparison, print_heads, print_results, print_sweep
-from surgery.errors import RunError, reading
+from surgery.errors import RecipeError, RunError, reading
 from surgery.files.atomic import read_json
 from surgery.files.ownership import kind_of
 from surgery.files.shipped import close_models, local_path, shipped_root
@@ -57,7 +57,12 @@ def _recipe_of(folder: Path) -> Recipe:
         own = folder / "recipe.yaml"  # the shipped example has one in its export alone
         return load_recipe(own if own.is_file() else folder / "export" / own.name)
     load_plugins(plugin_modules(stored))
-    return check_recipe(stored)
+    try:
+        return check_recipe(stored)
+    except RecipeError as error:
+        value = f"recipe {error.field}: {error.value}"
+        hint = "Another version wrote these results. Run the stage evaluate again."
+        raise RunError(str(folder / "results.json"), value, hint) from error
 
 
 def _folder(run: str, runs: Path) -> Path:

@@ -60,12 +60,8 @@ def own_batches(
     answers. So an answer of several tokens is scored by its first one. Spaces before it that are tokens of their own
     belong to the prompt.
 
-    Args:
-        documents: from `own_prompts`.
-        size: number of prompts in a batch.
-
     Returns:
-        The documents of each batch, and the batch: left-padded, on the CPU, choices of shape (B,1,K,1).
+        The documents of each batch, at most `size`, and the batch: left-padded, on the CPU, choices of shape (B,1,K,1).
     """
     documents = [_from_first_word(document, tokenizer) for document in documents]
     chunks = [documents[i : i + size] for i in range(0, len(documents), size)]

@@ -74,12 +74,7 @@ def _covering(tokens: Tokens, char: int) -> range:
 def _positions(
     question: Question, document: Document, tokens: Tokens, end: int | None, of_choice: Callable[[str], Ids] | None
 ) -> Positions:
-    """Find the token positions of one question in the tokens of the whole text.
-
-    Args:
-        end: id of the end token.
-        of_choice: tokenizes a choice; None to leave the choices out.
-    """
+    """Find the token positions of one question. `end` is the end token; without `of_choice` choices are left out."""
     (start, stop), value, segment = question.answer, question.value, question.segment
     first, last = _covering(tokens, start)[0], _covering(tokens, stop - 1)[-1]
     if tokens.starts[first] < start:
@@ -109,9 +104,7 @@ def _held(
     """Find the token of the value that holds each token of an answer. `EncodedBatch` has the rule.
 
     Args:
-        answer: characters of the answer, without an end token.
-        value: characters of the value; None if there is none.
-        answer_tokens: indices of the answer's tokens.
+        answer, value: characters of the answer without an end token, and of the value.
 
     Returns:
         (token of the answer, token of the value or -1), without tokens of whitespace around the answer.

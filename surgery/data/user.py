@@ -63,15 +63,12 @@ def read_documents(
     vocab_size: int | None = None,
     held_out: bool = False,
 ) -> tuple[list[Document], int]:
-    """Read documents in the order of the files.
+    """Read documents in the order of the files, and count the rows that were skipped until the last one.
 
     Args:
         limit: maximum number of documents; all if None. Of held-out rows, which a file may list by kind, documents at
             equal distances are taken, and of streamed data the first ones.
         held_out: read the rows that `data.holdout` keeps from training, instead of the others.
-
-    Returns:
-        The documents, and the number of rows that were skipped until the last document.
 
     Raises:
         DataError: as `open_source`.
@@ -93,10 +90,6 @@ def count_answer_spans(
     vocab_size: int | None = None,
 ) -> dict[str, dict[str, int]]:
     """Count the training rows of all data with `answer_span: auto`, by the place of the answer.
-
-    Args:
-        train: the recipe's section `train`, whose sources name the data.
-        context, vocab_size: as in `open_source`.
 
     Returns:
         By the name of the data: the rows that are `found`, `ambiguous` or `missing` (see `find_answer`), and `marked`

@@ -25,15 +25,13 @@ _SAMPLE = [{"role": "user", "content": "The value of the key 'miku' is"}]
 
 
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> PreTrainedTokenizerBase:
-    """Copy a tokenizer with the chat template that `export.chat_template` names.
+    """Copy a tokenizer with the chat template that `export.chat_template` names; the tokenizer itself if it is None.
+
+    Named templates start with the token that the tokenizer puts before a text, if it does: chat endpoints add no
+    special tokens.
 
     Args:
-        tokenizer: the base's. It is not changed.
-        name: key of `NAMED`, or path of a Jinja file. If None, the tokenizer keeps what it has.
-
-    Returns:
-        The copy; the tokenizer itself if `name` is None. Named templates start with the token that the tokenizer puts
-        before a text, if it does: chat endpoints add no special tokens.
+        name: key of `NAMED`, or path of a Jinja file.
 
     Raises:
         RecipeError: there is no such template, the file cannot be read, or Jinja cannot parse or render it.

@@ -144,13 +144,12 @@ def _check_class(name: str, format_class: type[ExportFormat]) -> None:
 
 
 def format_of(record: dict[str, Any], plugins: Sequence[str] = ()) -> ExportFormat:
-    """Find the format that export.json names.
+    """Find the format that export.json, `record`, names.
 
     The module that export.json names is never imported automatically, since the folder may come from an untrusted
     source.
 
     Args:
-        record: content of export.json.
         plugins: modules to import, named by the user. Formats of this library and of installed plugins are known.
 
     Raises:

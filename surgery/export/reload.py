@@ -120,9 +120,7 @@ def make_reference(ids_BT: Tensor, reloaded: Mapping[str, Tensor], dtype: str) -
     """Make the reference for other machines: some logits of every token, and a greedy continuation with its margins.
 
     Args:
-        ids_BT: prompts.
-        reloaded: result of `reload`.
-        dtype: the pass of `reloaded` that computed in fp32.
+        reloaded: result of `reload`; its pass `dtype` computed in fp32.
 
     Returns:
         `ids` (B,T), `vocabulary` (K,), `logits` (B,T,K), `text` (N,), `margins` (N,): best minus second-best logit.
@@ -151,10 +149,6 @@ def write_reference(file: Path, reference: Mapping[str, Tensor]) -> None:
 
 def read_reference(file: Path, vocab_size: int) -> dict[str, Tensor]:
     """Load and check a reference that `make_reference` computed.
-
-    Args:
-        file: JSON.
-        vocab_size: of the model.
 
     Raises:
         ModelError: the file is damaged, has unexpected tensors, shapes or dtypes, or has token ids out of range.

@@ -66,14 +66,12 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
 def compare_with_model(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, remote_code: bool = True
 ) -> dict[str, Any]:
-    """Reload the folder in a process that cannot import `surgery`, and compare logits and tokens with the model's.
+    """Reload the written folder in a process that cannot import `surgery`, and compare logits and tokens.
 
     Writes the reference that `verify_copy` compares with later.
 
     Args:
-        folder: the written folder.
-        model: the model that it was written from.
-        tokenizer: the model's.
+        model, tokenizer: what it was written from.
         remote_code: let the folder's modelling files run, as `trust_remote_code=True` does.
 
     Returns:
@@ -118,10 +116,6 @@ def plan_in(folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] |
 def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """Check a copy: tensors, silence of replaced heads, code, and the logits in a process without this library.
 
-    Args:
-        folder: the copy.
-        trust_remote_code: run any modelling files that the folder holds.
-
     Returns:
         `tensors`, `max_logit_difference` (as a fraction of the logits' standard deviation), `generated_tokens` (number
         that agree), `not_checked` (sentences).
@@ -143,19 +137,11 @@ def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]
 def reload_and_compare(
     folder: Path, checked: Path, config: PreTrainedConfig, remote_code: bool = True
 ) -> dict[str, Any]:
-    """Reload a copy and compare it with the reference of the export.
+    """Reload a copy and compare it with the reference of the export. Returns and raises as `verify_copy`.
 
     Args:
         folder: holds the reference.
         checked: the folder to load, whose code may run.
-        config: of the copy.
-        remote_code: let the modelling files run.
-
-    Returns:
-        As `verify_copy`, without `tensors`.
-
-    Raises:
-        ModelError: the copy does not load or computes something else.
     """
     report: dict[str, Any] = {"not_checked": []}
     has_reference = (folder / REFERENCE).is_file()
@@ -184,11 +170,7 @@ def _load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 @contextmanager
 def _placeholder_branches(splice: Any, trust_remote_code: bool) -> Iterator[None]:
-    """With `trust_remote_code`, accept attention branches that are not registered, without checking their fields.
-
-    Raises:
-        ModelError: a branch is not registered, and the folder's code is not trusted.
-    """
+    """With `trust_remote_code`, accept attention branches that are not registered. Raise ModelError without it."""
     sites = [site for site in splice if isinstance(site, Mapping)] if isinstance(splice, list) else []
     names = {site["init"] for site in sites if isinstance(site.get("init"), str)} - set(BRANCHES)
     if names and not trust_remote_code:

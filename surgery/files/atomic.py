@@ -64,7 +64,7 @@ def staging(target: Path) -> Iterator[Path]:
     """Yield a new folder next to `target`, which is removed at the end. Its mark proves to `sweep` who made it."""
     check_links(target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.with_name(f".{target.name}.{secrets.randbelow(10**9)}.tmp")
+    folder = target.with_name(f".{target.name}.surgery-{secrets.randbelow(10**9)}.tmp")
     folder.mkdir()
     try:
         (folder / MARK).write_text(json.dumps({"kind": _TEMPORARY, "of": target.name}), encoding="utf-8")
@@ -228,7 +228,7 @@ _TEMPORARY, _OLD = "temporary", "old"
 
 def leftover_of(entry: Path) -> str | None:
     """Name of the file or folder that a killed process was writing in `entry`; None if `entry` is something else."""
-    match = re.fullmatch(r"\.(.+)\.\d+\.tmp", entry.name)
+    match = re.fullmatch(r"\.(.+)\.surgery-\d+\.tmp", entry.name)
     if match is None or entry.is_symlink() or not entry.is_dir():
         return None
     mark = entry / MARK

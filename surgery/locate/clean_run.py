@@ -117,8 +117,10 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
     family, T, paths = family_of(model.config), batch.input_ids.shape[1], paths_of(batch)
     specs = family.mixers(model.config)
     mask = None if bool(batch.attention_mask.all()) else batch.attention_mask
-    narrowed = _narrowed(batch) if paths is None else None
-    tokens = None if narrowed is None else narrowed[0]
+    tokens, narrowed = None, None
+    if paths is None:
+        tokens, places = batch.choice_ids.clamp(min=0).unique(return_inverse=True)
+        narrowed = tokens, replace(batch, choice_ids=places.where(batch.choice_ids >= 0, -1))
     last = replace(batch, input_ids=batch.input_ids[:, -1:], attention_mask=batch.attention_mask[:, -1:])
     prompt = CleanPass(batch, mask, 0, ActivationCache(), None)
     query = CleanPass(last, mask, T - 1, ActivationCache(), None)
@@ -160,12 +162,6 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
     run = CleanRun(model, specs, prompt, query, steps, paths, before_query, narrowed, scores, 0.0)
     run.passes = len(batch) * (1.0 if stepwise else 2.0) + run.path_passes
     return run
-
-
-def _narrowed(batch: EncodedBatch) -> tuple[Tensor, EncodedBatch]:
-    """Collect the tokens that are choices of some prompt, (U,), and the batch with choices that index them."""
-    tokens, places = batch.choice_ids.clamp(min=0).unique(return_inverse=True)
-    return tokens, replace(batch, choice_ids=places.where(batch.choice_ids >= 0, -1))
 
 
 def run_pass(

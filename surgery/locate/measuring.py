@@ -17,7 +17,7 @@ from surgery.errors import ModelError, PlanError, fitting
 from surgery.locate.batches import PromptBatches
 from surgery.locate.clean_run import CleanRun
 from surgery.locate.methods import Candidates, LocateBatch, TrainedScores
-from surgery.locate.scores import Array, Record, Table, plain, spread
+from surgery.locate.scores import Array, Record, Table, plain
 from surgery.locate.selection import rank, search_rounds, still_candidates
 from surgery.recipe import Splice
 from surgery.recipe.methods import METHODS, RANKINGS, Method
@@ -108,8 +108,9 @@ def measure_batch(
                         f"A column with an effect is a list of {len(batch.items)} `ChoiceScores`, as of `batch.items`."
                     )
                     raise ModelError("locate.methods", f"{method.name} returned something else", hint)
-                values = [plain(scored) for scored in changed]
-                record.columns[column.name] = spread(values, alive, num_items)
+                whole = np.full((num_items, *record.clean.shape), np.nan)
+                whole[list(alive)] = [plain(scored) for scored in changed]
+                record.columns[column.name] = whole
                 tick()
             else:
                 record.estimates[column.name] = _estimate(method, scores[column.name], run, num_items)

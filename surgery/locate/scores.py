@@ -45,20 +45,6 @@ def plain(scores: ChoiceScores) -> Array:
     return np.stack([scores.margin.double().cpu().numpy(), scores.correct.double().cpu().numpy()])
 
 
-def spread(values: Sequence[Array], places: Sequence[int], items: int) -> Array:
-    """Insert the values of the measured items into an array of all items. The others get NaN.
-
-    Args:
-        values: one array for each measured item.
-        places: indices of these items.
-        items: number of all items.
-    """
-    shape = values[0].shape if values else ()
-    whole = np.full((items, *shape), np.nan)
-    whole[list(places)] = np.stack(values)
-    return whole
-
-
 class Table:
     """Records of all batches, in the order of the batches."""
 

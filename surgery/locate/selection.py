@@ -164,14 +164,14 @@ def choose(
     splice: Splice,
     section: Locate,
     seed: int,
-    gains: Gains,
+    gains: Gains | None = None,
 ) -> tuple[ScoredHead, ...]:
     """Choose the heads to splice, in order; none if the model has no mixer that can be spliced.
 
     Args:
         ranked: heads, ranked by `ranking_of`.
         sites: mixers that can be spliced.
-        gains: measures the second and further heads, if the ranking is greedy.
+        gains: measures the second and further heads. Required if the ranking is greedy.
 
     Raises:
         PlanError: more heads than can be spliced, or a listed head that cannot.
@@ -201,6 +201,7 @@ def choose(
         return ranked[: splice.num_heads]
     chosen = [ranked[0]]
     while len(chosen) < splice.num_heads:
+        assert gains is not None
         chosen.append(_next_given(chosen, ranked[: section.top_k], gains, seed))
     return tuple(chosen)
 
@@ -243,12 +244,8 @@ def choose_again(heads: HeadSet, sites: Sequence[MixerSpec], splice: Splice, sec
     if is_greedy(splice.select) and splice.num_heads > 1:
         chosen = heads.chosen[: splice.num_heads]
     else:
-        chosen = choose(ranked, sites, splice, section, seed, _no_gains)
+        chosen = choose(ranked, sites, splice, section, seed)
     return replace(heads, heads=ranked, chosen=chosen, method=splice.select)
-
-
-def _no_gains(options: Sequence[Candidate], taken: Sequence[Candidate]) -> np.ndarray:
-    raise AssertionError("only a greedy choice of several heads measures gains")
 
 
 def _next_given(chosen: Sequence[ScoredHead], candidates: Sequence[ScoredHead], gains: Gains, seed: int) -> ScoredHead:

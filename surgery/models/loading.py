@@ -6,6 +6,7 @@ tensors only, and remote code runs only with `base.trust_remote_code`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -57,6 +58,7 @@ from surgery.recipe.yaml import read_mapping
 from surgery.registry import load_plugins
 
 T = TypeVar("T")
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _SLOW_TOKENIZER = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
@@ -293,6 +295,8 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     for pattern in _tokenizer_files(Path(name)):
         for file in Path(name).glob(pattern):
             tensor_files.check_small(file, "base.tokenizer")
+            if file.suffix == ".json" and file.name != "tokenizer.json":
+                _check_keys(file)
     hint = "Its tokenizer files are damaged. Download them again."
     if is_hub_id(name):
         hint = "There is no such folder, and no such tokenizer on the Hub, or the Hub cannot be reached."
@@ -331,6 +335,17 @@ def revision_of(base: Base) -> str:
         files = sorted(path for pattern in patterns for path in folder.glob(pattern))
         return _with_tokenizer(base, digest(*files)[:16])
     return _with_tokenizer(base, open_checkpoint(base).revision or "")
+
+
+def _check_keys(file: Path) -> None:
+    """Refuse control characters in keys: tokenizers prints unknown keys, and a terminal obeys them."""
+    keys: list[str] = []
+    with reading("base.tokenizer", str(file), "It is damaged. Download it again."):
+        json.loads(
+            file.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: keys.extend(key for key, _ in pairs)
+        )
+    if any(_CONTROL.search(key) for key in keys):
+        raise ModelError("base.tokenizer", str(file), "A key holds a control character. Download the file again.")
 
 
 def _tokenizer_files(folder: Path) -> tuple[str, ...]:

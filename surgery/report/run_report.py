@@ -63,8 +63,10 @@ class ReportInputs:
 
 
 def write_report(inputs: ReportInputs, path: Path) -> Path:
-    """Write the report to `path` and return it. Sections without measurements are omitted. Equal inputs give equal
-    bytes."""
+    """Write the report to `path` and return it, without the sections that have nothing to show.
+
+    Equal inputs give equal bytes.
+    """
     recipe, results, arms = inputs.recipe, inputs.results, inputs.results["arms"]
     seconds = {name: duration_text(s) for name, s in results.get("seconds", {}).items() if s}
     maps = sorted((inputs.figures / "evaluate").glob("attention_*.svg"))

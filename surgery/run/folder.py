@@ -83,8 +83,12 @@ class RunDir:
         except (yaml.YAMLError, SurgeryError, AttributeError):
             return []
         then, now = (dict(_values(recipe.model_dump(mode="json"))) for recipe in (earlier, recipe))
-        differing = [key for key in {**now, **then} if now.get(key) != then.get(key)]
-        return [f"{key}: {then.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in differing]
+
+        def text(values: Mapping[str, Any], key: str) -> str:
+            return json.dumps(values[key], ensure_ascii=False) if key in values else "not set"
+
+        differing = [key for key in {**now, **then} if text(now, key) != text(then, key)]
+        return [f"{key}: {text(then, key)} -> {text(now, key)}" for key in differing]
 
     def manifest(self, stage: str) -> Mapping[str, Any] | None:
         """Read the manifest of a finished stage.
@@ -143,20 +147,20 @@ def _difference(stored: str, recipe_yaml: str) -> str:
     return f" ({', '.join(differing)})" if differing else ""
 
 
-def _values(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values of a recipe as JSON, with their dotted keys."""
+def _values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a recipe with their dotted keys. A list without sections is one value."""
     parts = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ())
     if parts and (isinstance(node, dict) or any(isinstance(part, dict) for _, part in parts)):
         for name, part in parts:
             yield from _values(part, f"{key}.{name}" if key else str(name))
     else:
-        yield key, json.dumps(node, ensure_ascii=False)
+        yield key, node
 
 
 def _identity(recipe_yaml: str) -> dict[str, Any]:
-    """Keys that identify a run: name, seed and base. Changes of other sections rerun their stages.
+    """Values that identify a run: name, seed and base. Changes of other sections rerun their stages.
 
-    With `splice: null` no stage is left if the user's data changes, so the data identifies the run too.
+    With `splice: null` no stage is left if the user's data changes, so its paths identify the run too.
     """
     try:
         recipe = yaml.safe_load(recipe_yaml)
@@ -164,20 +168,9 @@ def _identity(recipe_yaml: str) -> dict[str, Any]:
         return {}
     if not isinstance(recipe, dict):
         return {}
-    base = recipe.get("base")
-    keys = {key: recipe.get(key) for key in ("name", "seed")}
-    keys |= {f"base.{key}": value for key, value in base.items()} if isinstance(base, dict) else {"base": base}
+    values = dict(_values(recipe))
+    identity = {key: value for key, value in values.items() if key.partition(".")[0] in ("name", "seed", "base")}
     if recipe.get("splice") is None:
-        keys["data"] = ", ".join(_data_paths(recipe.get("train")))
-    return keys
-
-
-def _data_paths(section: Any) -> list[str]:
-    """Paths of the data sets in a section `train`, with its stages, in order."""
-    if isinstance(section, list):
-        return [path for part in section for path in _data_paths(part)]
-    if not isinstance(section, dict):
-        return []
-    data = section.get("data")
-    own = [str(data["path"])] if isinstance(data, dict) and "path" in data else []
-    return own + _data_paths([section.get("sources"), section.get("stages")])
+        paths = [value for key, value in values.items() if key.startswith("train.") and key.endswith(".data.path")]
+        identity["data"] = ", ".join(map(str, paths))
+    return identity

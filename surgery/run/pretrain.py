@@ -63,28 +63,40 @@ def build_model(
         seed: seed of the initial weights.
     """
     torch.manual_seed(seed)
-    if isinstance(shape, TinyMamba2):
-        return _mamba2(shape, tokenizer)
-    return _mamba1(shape, tokenizer) if isinstance(shape, TinyMamba) else _transformer(shape, tokenizer)
-
-
-def _mamba1(shape: TinyMamba, tokenizer: PreTrainedTokenizerBase) -> MambaForCausalLM:
-    """Initialise a Mamba-1 with a larger dt and a smaller A than usual, as `_mamba2` does."""
-    sizes = shape.model_dump(exclude={"kind", "vocab_size", "time_step", "decay"})
-    low, high = shape.time_step
-    model = MambaForCausalLM(MambaConfig(**sizes, time_step_min=low, time_step_max=high, **_ids(tokenizer)))
-    with torch.no_grad():
-        for block in model.backbone.layers:
-            block.mixer.A_log.copy_(torch.linspace(*(math.log(a) for a in shape.decay), shape.state_size))
+    common = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": True,
+    }
+    if not isinstance(shape, TinyTransformer):
+        return _mamba(shape, common)
+    sizes = shape.model_dump(exclude={"kind", "vocab_size", "looks_back"})
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=bool(shape.looks_back), **common))
+    if shape.looks_back:
+        _look_back(model, shape.looks_back)
     return model
 
 
-def _transformer(shape: TinyTransformer, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """Initialise a Llama with rotary positions and contexts of 2,048 tokens."""
-    sizes = shape.model_dump(exclude={"kind", "vocab_size", "looks_back"})
-    model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=bool(shape.looks_back), **_ids(tokenizer)))
-    if shape.looks_back:
-        _look_back(model, shape.looks_back)
+def _mamba(shape: TinyMamba2 | TinyMamba, common: Mapping[str, Any]) -> PreTrainedModel:
+    """Initialise a Mamba with a larger dt and a smaller A than usual, so that short runs learn.
+
+    With the usual initialisation (dt of 0.001 to 0.1, A of 1 to H), a head reads a hundredth as much from its state as
+    passes through the skip connection D, and only long runs overcome this.
+    """
+    sizes = shape.model_dump(exclude={"kind", "vocab_size", "time_step", "decay"})
+    low, high = shape.time_step
+    common = {**common, "time_step_min": low, "time_step_max": high}
+    model: PreTrainedModel
+    if isinstance(shape, TinyMamba2):
+        model = Mamba2ForCausalLM(Mamba2Config(**sizes, num_heads=2 * shape.hidden_size // shape.head_dim, **common))
+    else:
+        model = MambaForCausalLM(MambaConfig(**sizes, **common))
+    with torch.no_grad():
+        for block in model.backbone.layers:
+            a_log = block.mixer.A_log
+            a_log.copy_(torch.linspace(*(math.log(a) for a in shape.decay), a_log.shape[-1]))
     return model
 
 
@@ -104,43 +116,6 @@ def _look_back(model: LlamaForCausalLM, offsets: tuple[int, ...], gap: float = 4
         rows, turn = slice(head * width, (head + 1) * width), -offset * frequencies
         attention.k_proj.bias[rows] = size * torch.cat([zeros + 1, zeros])
         attention.q_proj.bias[rows] = size * torch.cat([turn.cos(), turn.sin()])
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Config fields that depend on the tokenizer."""
-    return {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.eos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "tie_word_embeddings": True,
-    }
-
-
-def _mamba2(shape: TinyMamba2, tokenizer: PreTrainedTokenizerBase) -> Mamba2ForCausalLM:
-    """Initialise a Mamba-2 with a larger dt and a smaller A than usual, so that short runs learn.
-
-    With the usual initialisation (dt of 0.001 to 0.1, A of 1 to H), a head reads a hundredth as much from its state as
-    passes through the skip connection D, and only long runs overcome this.
-    """
-    config = Mamba2Config(
-        hidden_size=shape.hidden_size,
-        num_heads=2 * shape.hidden_size // shape.head_dim,
-        head_dim=shape.head_dim,
-        n_groups=shape.n_groups,
-        state_size=shape.state_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        chunk_size=shape.chunk_size,
-        time_step_min=shape.time_step[0],
-        time_step_max=shape.time_step[1],
-        **_ids(tokenizer),
-    )
-    model = Mamba2ForCausalLM(config)
-    low, high = (math.log(a) for a in shape.decay)
-    with torch.no_grad():
-        for block in model.backbone.layers:
-            block.mixer.A_log.copy_(torch.linspace(low, high, config.num_heads))
-    return model
 
 
 def pretrain(
@@ -269,22 +244,17 @@ def base_card(
     for step, row in rows.items():
         cells = (row[place].get("accuracy", row[place].get("perplexity")) for place, _ in places)
         lines.append(f"| {step} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
-    tasks = dict.fromkeys(s.task for stage in recipe.train.sequence for s in stage.sources if s.task is not None)
+    sources = [source for stage in recipe.train.sequence for source in stage.sources]
+    tasks = dict.fromkeys(source.task for source in sources if source.task is not None)
     kinds = [PROBES[task].label.split(", ")[0] for task in tasks]  # without the half that an evaluation uses
-    files = dict.fromkeys(s.data.path for stage in recipe.train.sequence for s in stage.sources if s.data is not None)
+    files = dict.fromkeys(source.data.path for source in sources if source.data is not None)
     texts = ([f"generated text: {', '.join(kinds)}"] if kinds else []) + [f"documents of {file}" for file in files]
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers_version}
-    purpose = (
-        "It is small on purpose: its state holds a few pairs, so it has the retrieval gap of a large state-space model."
-        if not isinstance(recipe.model, TinyTransformer)
-        else "It is the teacher of the small Mamba-2 of this repository, with its width, depth and tokenizer."
-    )
     return (
         "---\n" + yaml.safe_dump(front, sort_keys=False) + "---\n\n"
         f"# {recipe.name}\n\n"
         f"{model.num_parameters():,} parameters (`{type(model).__name__}`), trained from scratch on "
-        f"{'; '.join(texts)}. {purpose} Its only use is to try "
-        "the toolkit.\n\n"
+        f"{'; '.join(texts)}. Its only use is to try the toolkit.\n\n"
         f"Made with `surgery pretrain` and the recipe below, seed {recipe.seed}, in "
         f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(versions)}).\n\n"
         f"Accuracy on the evaluation split ({recipe.evaluate.examples} prompts each) by training step:\n\n"

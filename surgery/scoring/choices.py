@@ -118,11 +118,7 @@ def arguments(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, pa
 
 
 def branched(cache: Cache, rows: Tensor, first: int = 0) -> Cache:
-    """A copy of the cache with these rows.
-
-    Args:
-        first: lowest layer to copy; lower layers are shared, since they do not run.
-    """
+    """A copy of the cache with these rows. Layers below `first` are shared, since they do not run."""
 
     def chosen(value: Any) -> Any:
         """Rows of keys, values and states, which may be in a dict by index. Other fields stay unchanged."""

@@ -199,14 +199,11 @@ def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: i
 
 
 def check_beams(model: PreTrainedModel, tokens: int, memory: int) -> None:
-    """Check that the beams, or the texts, that generation_config.json asks for fit: each has its own states and logits.
+    """Raise ModelError if the beams, or the texts, that generation_config.json asks for do not fit.
 
     Args:
-        tokens: of prompt and new text.
+        tokens: of prompt and new text. Each beam has its own states and logits.
         memory: free bytes.
-
-    Raises:
-        ModelError: they do not.
     """
     settings = model.generation_config
     for name in ("num_beams", "num_return_sequences"):

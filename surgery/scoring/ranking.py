@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
@@ -88,39 +89,26 @@ def ranked(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> ChoiceSco
     Raises:
         ModelError: a logit is NaN or infinite.
     """
-    scores = [compared(*_likelihoods(model, batch.to(model.device))) for batch in batches]
+    scores = []
+    for batch in (cpu_batch.to(model.device) for cpu_batch in batches):
+        scores.append(compared(choice_likelihoods(model, batch), batch.last_question()[1]))
     return ChoiceScores(*(torch.cat(parts).cpu() for parts in zip(*scores, strict=True)))
 
 
 @torch.no_grad()
-def gold_log_probabilities(model: PreTrainedModel, batches: Sequence[EncodedBatch]) -> Tensor:
-    """Log-probability of the gold choice among the choices of each row's last question, in nats.
+def choice_likelihoods(model: PreTrainedModel, batch: EncodedBatch) -> Tensor:
+    """Score the choices of each row's last question: (B,K), -inf where there is none. Arguments as of `ranked`.
 
-    Unlike a margin, it does not improve when a model only scales its logits.
-
-    Args:
-        batches: as of `ranked`.
-
-    Returns:
-        (rows,) on the CPU.
+    Log-likelihoods if a choice has several tokens, otherwise logits.
     """
-    values = []
-    for batch in batches:
-        scores_BK, gold_B = _likelihoods(model, batch.to(model.device))
-        values.append(scores_BK.log_softmax(-1).gather(1, gold_B[:, None])[:, 0])
-    return torch.cat(values).cpu()
-
-
-def _likelihoods(model: PreTrainedModel, batch: EncodedBatch) -> tuple[Tensor, Tensor]:
-    """Score the choices of each row's last question, (B,K), -inf where there is none, with the index of the answer."""
-    paths, (_, gold_B) = paths_of(batch), batch.last_question()
+    paths = paths_of(batch)
     if paths is not None:
         scores_BK = scored_choices(model, batch, paths)
         check_logits(model, scores_BK)
-        return scores_BK, gold_B
+        return scores_BK
     output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, logits_to_keep=1)
     check_logits(model, output.logits[:, -1])
-    return _first_token_scores(output.logits[:, -1], batch), gold_B
+    return _first_token_scores(output.logits[:, -1], batch)
 
 
 @torch.no_grad()
@@ -137,10 +125,9 @@ def perplexity(
         batch = encode(documents[start : start + batch_size], tokenizer).to(model.device)
         output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
         scored = batch.attention_mask[:, 1:].bool()
-        losses = torch.nn.functional.cross_entropy(
-            output.logits[:, :-1][scored].float(), batch.input_ids[:, 1:][scored], reduction="sum"
-        )
-        total, count = total + losses.item(), count + int(scored.sum())
+        logits_MV = output.logits[:, :-1][scored].float()
+        total += cross_entropy(logits_MV, batch.input_ids[:, 1:][scored], reduction="sum").item()
+        count += int(scored.sum())
     if math.isnan(total):
         raise _not_finite(model)
     if not count:
@@ -171,7 +158,7 @@ def answer_nats(
         scored_BN, ids_BN = batch.answers[:, first:], batch.input_ids[:, first:]
         logits_MV = output.logits[:, :-1][scored_BN].float()
         check_logits(model, logits_MV)
-        total += torch.nn.functional.cross_entropy(logits_MV, ids_BN[scored_BN], reduction="sum").item()
+        total += cross_entropy(logits_MV, ids_BN[scored_BN], reduction="sum").item()
         count += int(scored_BN.sum())
     if not count:
         raise ProbeError("documents", "no answers", "The loss of answers needs documents with questions.")

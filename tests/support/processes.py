@@ -306,7 +306,7 @@ def _use_modules_cache(folder: str | None) -> None:
 
 def leftover(target: Path) -> Path:
     """What a process that was killed while it wrote `target` leaves: a temporary folder with a mark."""
-    folder = target.with_name(f".{target.name}.5.tmp")
+    folder = target.with_name(f".{target.name}.surgery-5.tmp")
     folder.mkdir(parents=True)
     (folder / ".surgery.json").write_text(json.dumps({"kind": "temporary", "of": target.name}))
     (folder / "new").write_text("half")

@@ -26,7 +26,7 @@ from surgery.models.lookup import geometry_of
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document, rng_of
 from surgery.recipe.objectives import OBJECTIVES
-from surgery.scoring.ranking import gold_log_probabilities, query_batches
+from surgery.scoring.ranking import choice_likelihoods, query_batches
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.train.losses import answer_loss, attention_loss
@@ -74,9 +74,13 @@ class TrialPrompts:
 
         Training can enlarge the margin of a model without more right answers, by the scale of its logits.
         """
+        values = []
         with precision(model):
-            values: NDArray[Any] = gold_log_probabilities(model, self.held_out).double().numpy()
-        return values
+            for batch in (cpu_batch.to(model.device) for cpu_batch in self.held_out):
+                shares_BK = choice_likelihoods(model, batch).log_softmax(-1)
+                values.append(shares_BK.gather(1, batch.last_question()[1][:, None])[:, 0])
+        found: NDArray[Any] = torch.cat(values).cpu().double().numpy()
+        return found
 
 
 def splice_candidates(

@@ -108,13 +108,9 @@ def _unscored(model: PreTrainedModel, select: str, seed: int) -> dict[str, list[
     columns = {}
     for column in (c for c in COLUMNS if c != LAYER and int(c) <= len(ranked)):
         splice = Splice(select=select, num_heads=int(column))
-        chosen = choose(ranked, sites, splice, Locate(), seed, _no_gains)
+        chosen = choose(ranked, sites, splice, Locate(), seed)
         columns[column] = [str(s.head) for s in chosen]
     return {**columns, LAYER: _layer_of(model, columns["1"][0])}
-
-
-def _no_gains(*_: object) -> Any:
-    raise AssertionError("a choice without scores measures no gains")
 
 
 def _layer_of(model: PreTrainedModel, head: str) -> list[str]:

@@ -75,7 +75,8 @@ def test_what_cannot_be_shown_is_refused(runs: Path) -> None:
     for run, words in (("firts", "Did you mean first?"), ("zzz", "no such folder"), ("begun", "no results yet")):
         with pytest.raises(RunError, match=words):
             show(run, runs)
-    for text in ("{", "[]", '{"arms": 3}', '{"recipe": 3}', '{"heads": [], "arms": {"hybrid": 1}}'):
+    gone = '{"recipe": {"name": "a", "base": {"model": "m"}, "locate": {"gone": 1}}}'  # a key of another version
+    for text in ("{", "[]", '{"arms": 3}', '{"recipe": 3}', '{"heads": [], "arms": {"hybrid": 1}}', gone):
         (runs / "first" / "results.json").write_text(text)
         with pytest.raises(RunError, match=r"results\.json"):
             show("first", runs)

@@ -64,32 +64,73 @@ RESULTS = {
 }
 
 
-def test_it_says_what_was_trained_on_what_and_shows_what_was_held_out(recipe: Recipe) -> None:
-    card = model_card(recipe, None, plan(), {"arms": {"base": arm(0.1), "no_splice": arm(0.3), "hybrid": arm(0.9)}})
-    assert "Fine-tuned from quick on rows.jsonl" in card
-    assert "| | **hybrid** | control (base, same training) | before fine-tuning | prompts |" in card
-    asked = "| 0.900 [0.400, 0.600] | 0.300 [0.400, 0.600] | 0.100 [0.400, 0.600] | 80 |"
-    assert f"| rows.jsonl, held-out rows, exact match {asked}" in card
-    assert "| perplexity of texts.jsonl, held-out rows | 2.900 | 2.300 | 2.100 | 9 |" in card
-    assert "Trained further for 7 steps, only on rows.jsonl." in card
-    assert "| L1H2 | add | ssm | answer token | unknown |" in card
+def test_the_rows_are_those_of_the_arms_and_none_is_made_up(recipe: Recipe) -> None:
+    """Of a fine-tuning, a run with p-values, arms that measured other tasks, lm-eval, and names with a bar."""
+    cell, row = "0.500 [0.400, 0.600]", {**SHARE, "n": 8}
+    tuned = {"arms": {"base": arm(0.1), "no_splice": arm(0.3), "hybrid": arm(0.9)}}
+    for found in tuned["arms"].values():
+        found["held_out"] |= {"a|b.jsonl": row}
+        found["held_out"]["rows.jsonl"] |= {"first_token": row, "loss": {"nats": 1.2345, "tokens": 99}}
+    some = {**arm(0.9), "kv_retrieval": {"8": {**SHARE, "generated": {**SHARE, "accuracy": 0.25}}}}
+    tasks = {"squad": {"exact_match,none": 0.25, "f1,none": 0.75, "n": 4}, "absent": {"skipped": "no data"}}
+    several = {"teacher": {"kv_retrieval": {"8": SHARE}}, "base": {**some, "lm_eval": tasks}}
+    shown: list[tuple[Recipe, dict[str, Any], tuple[str, ...]]] = [
+        (
+            recipe,
+            tuned,
+            (
+                "Fine-tuned from quick on rows.jsonl",
+                "| | **hybrid** | control (base, same training) | before fine-tuning | prompts |",
+                "| rows.jsonl, held-out rows, exact match "
+                "| 0.900 [0.400, 0.600] | 0.300 [0.400, 0.600] | 0.100 [0.400, 0.600] | 80 |",
+                f"| rows.jsonl, held-out rows, first token | {cell} | {cell} | {cell} | 8 |",
+                "| rows.jsonl, held-out rows, loss in nats per answer token | 1.234 | 1.234 | 1.234 |  |",
+                "| perplexity of texts.jsonl, held-out rows | 2.900 | 2.300 | 2.100 | 9 |",
+                f"| a\\|b.jsonl, held-out rows, exact match | {cell} | {cell} | {cell} | 8 |",
+                "| L1H2 | add | ssm | answer token | unknown |",
+            ),
+        ),
+        (
+            spliced("owner/base"),
+            RESULTS,
+            (
+                "| | **hybrid** | control (trained, no splice) | base | prompts | p, against the control |",
+                f"| KV-retrieval, 8 pairs | {cell} | {cell} | {cell} | 100 | 0.0039 * |",
+                "Before training, the hybrid's logits differed from the base's by at most 0.25.",
+                "Measured with surgery 9.9, torch 8.8.",
+            ),
+        ),
+        (
+            spliced("owner/base"),
+            {"arms": {**several, "hybrid": several["base"]}},
+            (
+                "| | **hybrid** | base | teacher | prompts |",
+                "| KV-retrieval, 8 pairs, generated | 0.250 [0.400, 0.600] | 0.250 [0.400, 0.600] | not measured |",
+                f"| letter choice | {cell} | {cell} | not measured |",
+                "| squad (lm-eval), f1 | 0.750 | 0.750 | not measured | 4 |",
+            ),
+        ),
+    ]
+    for of, results, lines in shown:
+        card = model_card(of, None, plan(), results)
+        for line in lines:
+            assert line in card, line
+        assert "absent" not in card
 
 
 def test_nothing_of_this_machine_goes_in(recipe: Recipe, tmp_path: Path) -> None:
-    card = model_card(recipe, None, plan(), {"arms": {"base": arm(0.1), "hybrid": arm(0.9)}})
-    for text in (card, to_yaml(public_recipe(recipe))):
-        assert str(tmp_path) not in text and "rows.jsonl" in text
-    assert str(tmp_path) in to_yaml(recipe), "the recipe itself stays as it is"
-
-
-def test_heads_located_on_own_prompts_say_so(recipe: Recipe, tmp_path: Path) -> None:
+    """Files and folders are called by the last part of their paths; the recipe itself stays as it is."""
+    own = recipe.export.model_copy(update={"chat_template": str(tmp_path / "own" / "chat.jinja")})
     data = {"path": str(tmp_path / "own.jsonl"), "columns": {"answer_span": "auto"}}
-    located = recipe.model_copy(update={"splice": Splice(), "locate": Locate(data=data, generated=4)})
-    heads = replace(head_set(), method="aggregate", seed=0)
-    card = model_card(located, heads, plan(), RESULTS)
+    located = recipe.model_copy(update={"splice": Splice(), "locate": Locate(data=data, generated=4), "export": own})
+    card = model_card(located, replace(head_set(), method="aggregate", seed=0), plan(), RESULTS)
     assert "on prompts of own.jsonl and generated KV-retrieval prompts (seed 0)" in card
+    assert "The chat template (`chat.jinja`) was set for the export." in card
     for text in (card, to_yaml(public_recipe(located))):
-        assert str(tmp_path) not in text and "own.jsonl" in text
+        assert str(tmp_path) not in text and all(name in text for name in ("rows.jsonl", "own.jsonl", "chat.jinja"))
+    assert str(tmp_path) in to_yaml(located)
+    assert public_name(str(tmp_path / "quick" / "export")) == "quick", "the folder of an export has its run's name"
+    assert public_name(str(tmp_path / "quick" / "other")) == "other" and public_name("owner/name@main") == "owner/name"
 
 
 def test_pinned_revisions_are_published() -> None:
@@ -114,21 +155,6 @@ def test_pinned_revisions_are_published() -> None:
                 assert model.revision == f"{model.model.removeprefix('org/')}123"
             assert shared.base.tokenizer == "org/words@w1" and shared.train.own_data[0].revision == "r1"
             assert public_recipe(shared) == shared and check_recipe(yaml.safe_load(to_yaml(shared))) == shared
-
-
-def test_a_chat_template_is_named_without_its_folder(recipe: Recipe, tmp_path: Path) -> None:
-    own = recipe.export.model_copy(update={"chat_template": str(tmp_path / "own" / "chat.jinja")})
-    changed = recipe.model_copy(update={"export": own})
-    assert public_recipe(changed).export.chat_template == "chat.jinja"
-    card = model_card(changed, None, plan(), RESULTS)
-    assert "The chat template (`chat.jinja`) was set for the export." in card and str(tmp_path) not in card
-    assert "The chat template" not in model_card(recipe, None, plan(), RESULTS)
-
-
-def test_an_export_folder_is_called_by_its_runs_name(tmp_path: Path) -> None:
-    assert public_name(str(tmp_path / "quick" / "export")) == "quick"
-    assert public_name(str(tmp_path / "quick" / "other")) == "other"
-    assert public_name("owner/name@main") == "owner/name"
 
 
 def test_the_licence_is_the_bases_own(tmp_path: Path) -> None:
@@ -168,50 +194,25 @@ def test_what_is_no_text_in_the_bases_card_is_left_out(tmp_path: Path) -> None:
 
 def test_the_model_index_holds_the_hybrids_numbers_and_no_others() -> None:
     """The Hub's client reads every result back, each under a data set of its own, generated ones marked."""
-    found = read(model_card(spliced("owner/base"), None, plan(), RESULTS)).eval_results
-    measured = {r.dataset_name: r.metric_value for r in found}
-    assert len(measured) == len(found) == len({r.unique_identifier for r in found}) == 9
-    assert measured["KV-retrieval, 8 pairs (generated probe)"] == 0.5
-    assert measured["rows.jsonl, held-out rows, exact match"] == 0.9
-    assert measured["perplexity of texts.jsonl, held-out rows"] == 2.9
-    assert {r.metric_type for r in found} == {"accuracy", "perplexity"}
+    hybrid = {**arm(0.9), "lm_eval": {"squad": {"exact_match,none": 0.25, "f1,none": 0.75, "n": 4}}}
+    hybrid["held_out"]["rows.jsonl"] |= {"first_token": SHARE, "loss": {"nats": 1.2345, "tokens": 99}}
+    results = {"arms": {**RESULTS["arms"], "hybrid": hybrid}}
+    found = read(model_card(spliced("owner/base"), None, plan(), results)).eval_results
+    measured = {(r.dataset_name, r.metric_type): r.metric_value for r in found}
+    assert len(measured) == len(found) == len({r.unique_identifier for r in found}) == 13
+    expected = {
+        ("KV-retrieval, 8 pairs (generated probe)", "accuracy"): 0.5,
+        ("rows.jsonl, held-out rows, exact match", "accuracy"): 0.9,
+        ("rows.jsonl, held-out rows, first token", "accuracy"): 0.5,
+        ("rows.jsonl, held-out rows, loss in nats per answer token", "loss"): 1.2345,
+        ("perplexity of texts.jsonl, held-out rows", "perplexity"): 2.9,
+        ("squad (lm-eval), exact_match", "exact_match"): 0.25,
+        ("squad (lm-eval), f1", "f1"): 0.75,
+    }
+    assert {name: measured[name] for name in expected} == expected
+    assert {r.dataset_type for r in found if r.metric_type == "f1"} == {"squad"}
     kv = next(r for r in found if r.dataset_type == "ssm-surgery-kv_retrieval")
     assert kv.dataset_args["prompts"] == 100 and (kv.metric_args["low"], kv.metric_args["high"]) == (0.4, 0.6)
-
-
-def test_scores_of_lm_eval_are_rows_and_results_of_their_own_tasks() -> None:
-    tasks = {"squad": {"exact_match,none": 0.25, "f1,none": 0.75, "n": 4}, "absent": {"skipped": "no data"}}
-    arms = {name: {**arm(0.5), "lm_eval": tasks} for name in ("base", "hybrid")}
-    card = model_card(spliced("owner/base"), None, plan(), {"arms": arms})
-    assert "| squad (lm-eval), f1 | 0.750 | 0.750 | 4 |" in card and "absent" not in card
-    found = [r for r in read(card).eval_results if r.dataset_type == "squad"]
-    assert {(r.dataset_name, r.metric_type, r.metric_value) for r in found} == {
-        ("squad (lm-eval), exact_match", "exact_match", 0.25),
-        ("squad (lm-eval), f1", "f1", 0.75),
-    }
-    assert len({r.unique_identifier for r in found}) == 2
-
-
-def test_the_evidence_names_controls_p_values_the_first_gap_and_versions() -> None:
-    card = model_card(spliced("owner/base"), None, plan(), RESULTS)
-    assert "| | **hybrid** | control (trained, no splice) | base | prompts | p, against the control |" in card
-    cell = "0.500 [0.400, 0.600]"
-    assert f"| KV-retrieval, 8 pairs | {cell} | {cell} | {cell} | 100 | 0.0039 * |" in card
-    assert "p: exact two-sided McNemar test of the hybrid against the control; * significant at 0.05 after" in card
-    assert "Before training, the hybrid's logits differed from the base's by at most 0.25." in card
-    assert "Measured with surgery 9.9, torch 8.8." in card
-    assert "2504.18574" in card and "@software{ssm_surgery" in card
-
-
-def test_arms_and_tasks_that_are_new_are_shown_and_none_is_made_up() -> None:
-    """A task that one arm lacks is said to be not measured there."""
-    generated = {**SHARE, "accuracy": 0.25}
-    hybrid = {**arm(0.9), "kv_retrieval": {"8": {**SHARE, "generated": generated}}}
-    arms = {"teacher": {"kv_retrieval": {"8": SHARE}}, "base": hybrid, "hybrid": hybrid}
-    card = model_card(spliced("owner/base"), None, plan(), {"arms": arms})
-    assert "| | **hybrid** | base | teacher | prompts |" in card
-    assert "| KV-retrieval, 8 pairs, generated | 0.250 [0.400, 0.600] | 0.250 [0.400, 0.600] | not measured |" in card
-    assert "| letter choice | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] | not measured |" in card
 
 
 def test_a_transplant_comes_from_two_models(tmp_path: Path) -> None:
@@ -233,18 +234,6 @@ def test_data_sets_of_the_hub_are_named_and_files_are_not(recipe: Recipe) -> Non
     assert read(model_card(both, None, plan(), RESULTS)).datasets == ["owner/texts"]
 
 
-def test_first_token_and_loss_are_rows_and_results_of_their_own(recipe: Recipe) -> None:
-    results = {"arms": {"base": arm(0.1), "hybrid": arm(0.9)}}
-    for found in results["arms"].values():
-        found["held_out"]["rows.jsonl"] |= {"first_token": {**SHARE, "n": 80}, "loss": {"nats": 1.2345, "tokens": 99}}
-    card = model_card(recipe, None, plan(), results)
-    assert "| rows.jsonl, held-out rows, first token | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] | 80 |" in card
-    assert "| rows.jsonl, held-out rows, loss in nats per answer token | 1.234 | 1.234 |  |" in card
-    metrics = {(e.dataset_name, e.metric_type): e.metric_value for e in read(card).eval_results}
-    assert metrics["rows.jsonl, held-out rows, loss in nats per answer token", "loss"] == 1.2345
-    assert metrics["rows.jsonl, held-out rows, first token", "accuracy"] == 0.5
-
-
 def test_the_way_to_select_heads_is_named_and_explained(recipe: Recipe) -> None:
     """Those without a ranking were not selected by scores. A fine-tuned hybrid's recipe does not say where."""
     for method, said in (
@@ -258,12 +247,6 @@ def test_the_way_to_select_heads_is_named_and_explained(recipe: Recipe) -> None:
         tuned = model_card(recipe, heads, plan(), RESULTS)
         (sentence,) = (line for line in tuned.splitlines() if line.startswith("Heads were"))
         assert "for the model before fine-tuning (" in sentence and "prompts" not in sentence
-
-
-def test_a_bar_in_a_name_does_not_end_a_cell(recipe: Recipe) -> None:
-    results = {"arms": {name: {"held_out": {"a|b.jsonl": {**SHARE, "n": 8}}} for name in ("base", "hybrid")}}
-    (row,) = (line for line in model_card(recipe, None, plan(), results).splitlines() if "a\\|b.jsonl, held" in line)
-    assert row.replace("\\|", "").count("|") == 5
 
 
 def test_retrieval_is_claimed_only_for_located_heads_with_a_measured_effect_in_a_base_that_retrieves() -> None:

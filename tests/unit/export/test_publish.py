@@ -166,11 +166,6 @@ def test_an_interrupted_upload_goes_on(call: Caller, waits: list[float]) -> None
     assert len(waits) == TRIES * 5, "the client itself tries again as well"
 
 
-def test_one_broken_connection_is_not_noticed(call: Caller, waits: list[float]) -> None:
-    call.hub.cuts, call.hub.cut_after = 1, 100
-    assert call().checked == 5 and len(waits) == 1
-
-
 def test_rate_limits_are_waited_for(call: Caller) -> None:
     for branch, (path, doing) in enumerate((
         ("/repos/create", "find or create the repository"),
@@ -182,11 +177,6 @@ def test_rate_limits_are_waited_for(call: Caller) -> None:
         call.said.clear(), call.slept.clear()
         assert call(revision=str(branch)).checked == 5 and call.slept == [7.0, 7.0], path
         assert call.said.count(f"could not {doing} (429, no); retrying in 7 s") == 2
-
-
-def test_where_the_client_waits_by_itself_it_is_not_waited_twice(call: Caller, waits: list[float]) -> None:
-    call.hub.fail("POST", "/preupload/", 429, times=2, headers={"Retry-After": "7"})
-    assert call().checked == 5 and (call.slept, waits) == ([], [8.0, 8.0])
 
 
 def test_waiting_has_a_bound(call: Caller) -> None:

@@ -206,21 +206,25 @@ def test_sweep_removes_what_a_mark_proves_and_nothing_else(tmp_path: Path) -> No
     """A stranger's file or folder may have any name, a copy of another mark, or a link to a mark in it."""
     for name in ("x.json", "out"):
         leftover(tmp_path / name)
-    (tmp_path / ".y.9.tmp").mkdir()  # killed before the mark was written
+    (tmp_path / ".y.surgery-9.tmp").mkdir()  # killed before the mark was written
     (tmp_path / "kept").mkdir()
     kept = tmp_path / "kept"
-    (kept / ".out.7.tmp").write_text("mine")
-    for name, text in ((".out.2024.old", ""), (".b.1.tmp", "{"), (".c.1.tmp", '{"kind": "temporary", "of": "d"}')):
+    (kept / ".out.7.tmp").mkdir()
+    for name, text in (
+        (".out.2024.old", ""),
+        (".b.surgery-1.tmp", "{"),
+        (".c.surgery-1.tmp", '{"kind": "temporary", "of": "d"}'),
+    ):
         write_text(kept / name / MARK, text)
         write_text(kept / name / "thesis", "mine")
-    (kept / ".link.1.tmp").symlink_to(tmp_path / ".out.5.tmp")
-    write_text(kept / ".e.1.tmp" / "mark", '{"kind": "temporary", "of": "e"}')
-    (kept / ".e.1.tmp" / MARK).symlink_to("mark")
+    (kept / ".link.surgery-1.tmp").symlink_to(tmp_path / ".out.surgery-5.tmp")
+    write_text(kept / ".e.surgery-1.tmp" / "mark", '{"kind": "temporary", "of": "e"}')
+    (kept / ".e.surgery-1.tmp" / MARK).symlink_to("mark")
     before = names(kept)
     sweep(kept)
     assert names(kept) == before
     sweep(tmp_path, "out")
-    assert {p.name for p in tmp_path.iterdir()} == {"kept", ".x.json.5.tmp", ".y.9.tmp"}
+    assert {p.name for p in tmp_path.iterdir()} == {"kept", ".x.json.surgery-5.tmp", ".y.surgery-9.tmp"}
     sweep(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"kept"}
 

@@ -81,7 +81,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_and_its_leftovers_are_swept(
         assert (tmp_path / ".a.lock").is_file()
         with hold(tmp_path / "a"):
             assert json.loads((tmp_path / ".a.lock").read_text())["pid"] == os.getpid()
-    assert entries(tmp_path) == [".b.5.tmp"]
+    assert entries(tmp_path) == [".b.surgery-5.tmp"]
 
 
 def test_the_lock_of_another_machine_is_respected_until_its_file_is_deleted(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from surgery.locate.scores import Record, Table, intervals, scores_of, spread
+from surgery.locate.scores import Record, Table, intervals, scores_of
 from surgery.stats import bootstrap_mean
 
 
@@ -44,9 +44,3 @@ def test_each_row_has_the_interval_of_its_own_prompts() -> None:
     for row, interval in alone.items():
         ends = (interval.value, interval.low, interval.high)
         assert (found[row].value, found[row].low, found[row].high) == pytest.approx(ends)
-
-
-def test_spread_puts_values_at_their_places() -> None:
-    whole = spread([np.ones((2, 3)), np.zeros((2, 3))], [2, 0], 4)
-    assert whole.shape == (4, 2, 3) and np.isnan(whole[[1, 3]]).all()
-    assert whole[2].min() == 1 and whole[0].max() == 0

@@ -127,14 +127,6 @@ def test_asks_the_network_for_nothing(tmp_path: Path) -> None:
     assert "innerHTML" not in text and "document.write" not in text
 
 
-def test_a_large_model_stays_small(tmp_path: Path) -> None:
-    """576 heads over 200 tokens, and eight whole matrices."""
-    heads = head_set(24, 24)
-    tokens = tuple((" word", ":", "42", "\n") * 50)
-    path = write_page(heads, [prompt(heads, tokens, matrices=8)], tmp_path / "locate.html")
-    assert path.read_text().count('"mixer"') == 576 and path.stat().st_size < 2_000_000
-
-
 def test_what_was_not_measured_is_empty(tmp_path: Path) -> None:
     """Heads that a search dropped have fewer scores, no role, nothing that they read."""
     heads = head_set(chosen=())

@@ -74,7 +74,6 @@ def test_saved_bytes_agree_with_training() -> None:
     """Families whose scan differs, or whose attention is shared; every objective; and training less."""
     for name, objective, trainable in (
         *(("mamba2", objective, "all") for objective in OBJECTIVES),
-        ("mamba2", "supervised", "new_heads"),
         ("mamba2", "base_kl", "new_heads"),
         ("mamba", "answer", "all"),
         ("zamba2", "answer", "all"),

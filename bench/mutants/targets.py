@@ -44,6 +44,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_TRAIN}/test_logits_cache.py",
         ),
         "surgery.train.objectives": (
+            f"{_TRAIN}/test_losses.py",
             f"{_TRAIN}/test_teacher.py",
             f"{_TRAIN}/test_micro_batches.py",
             f"{_TRAIN}/test_shared_prefix.py",
@@ -67,15 +68,12 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "sweep": {
         "surgery.locate.ablation_sweep": (
             f"{_LOCATE}/test_ablation_sweep.py",
-            f"{_LOCATE}/test_query_only.py",
-            f"{_LOCATE}/test_redundancy.py",
             f"{_LOCATE}/test_long_values.py",
             f"{_LOCATE}/test_locating.py",
         ),
         "surgery.locate.clean_run": (
             f"{_LOCATE}/test_clean_run.py",
             f"{_LOCATE}/test_ablation_sweep.py",
-            f"{_LOCATE}/test_query_only.py",
             f"{_LOCATE}/test_long_values.py",
         ),
         "surgery.interventions.ablation": (f"{_LOCATE}/test_ablation_sweep.py", f"{_LOCATE}/test_long_values.py"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
@@ -24,11 +24,23 @@ _ARMS = {"no_splice": "control", "base": "base"}
 _SHARE, _COUNT = "{:.3f}", "{:,.0f}"
 
 
-@dataclass(frozen=True)
-class PointResults:
-    """Results of one combination of values.
+def point_of(
+    *,
+    values: Mapping[str, Any],
+    run: str,
+    arm: str,
+    arms: Mapping[str, Any],
+    heads: Sequence[str],
+    kv_bytes_per_token: int,
+    state_bytes: int,
+    new_parameters: int,
+    origins: Mapping[str, str],
+    probes: Mapping[str, str],
+    steps: int | None,
+) -> dict[str, Any]:
+    """Return the entry of sweep.json for one combination of values.
 
-    Attributes:
+    Args:
         values: value by key of the recipe.
         run: name of the run folder.
         arm: the arm of that run that the numbers are from.
@@ -41,47 +53,33 @@ class PointResults:
         probes: name of the probe by `name` of a task of the recipe, for tasks with another name.
         steps: number of training steps, if they depend on a plateau in a run of the sweep.
     """
-
-    values: Mapping[str, Any]
-    run: str
-    arm: str
-    arms: Mapping[str, Any]
-    heads: tuple[str, ...]
-    kv_bytes_per_token: int
-    state_bytes: int
-    new_parameters: int
-    origins: Mapping[str, str] = field(default_factory=dict)
-    probes: Mapping[str, str] = field(default_factory=dict)
-    steps: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry of sweep.json."""
-        arm, teacher = self.arms[self.arm], self.arms.get("teacher", {})
-        accuracy, of_teacher = (accuracy_by_group(found, self.probes) for found in (arm, teacher))
-        return {
-            **{
-                name: getattr(self, name)
-                for name in ("run", "arm", "kv_bytes_per_token", "state_bytes", "new_parameters")
-            },
-            "values": dict(self.values),
-            "heads": list(self.heads),
-            "accuracy": accuracy,
-            "share_of_teacher": {
-                group: accuracy[group]["value"] / found["value"]
-                for group, found in of_teacher.items()
-                if group in accuracy and found["value"] > 0
-            },
-            "perplexity": arm.get("perplexity"),
-            **({} if self.steps is None else {"steps": self.steps}),
-            "tasks": {  # every task and size with its accuracy, perplexity or loss
-                "/".join(place): {
-                    "label": label_of(place, entry),
-                    **{name: value for name, value in entry.items() if not isinstance(value, Mapping)},
-                }
-                for place, entry in entries(arm)
-            },
-            "origins": dict(self.origins),
+    accuracy, of_teacher = (accuracy_by_group(found, probes) for found in (arms[arm], arms.get("teacher", {})))
+    tasks = {  # every task and size with its accuracy, perplexity or loss
+        "/".join(place): {
+            "label": label_of(place, entry),
+            **{name: value for name, value in entry.items() if not isinstance(value, Mapping)},
         }
+        for place, entry in entries(arms[arm])
+    }
+    return {
+        "values": dict(values),
+        "run": run,
+        "arm": arm,
+        "heads": list(heads),
+        "accuracy": accuracy,
+        "share_of_teacher": {
+            group: accuracy[group]["value"] / found["value"]
+            for group, found in of_teacher.items()
+            if group in accuracy and found["value"] > 0
+        },
+        "perplexity": arms[arm].get("perplexity"),
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "state_bytes": state_bytes,
+        "new_parameters": new_parameters,
+        **({} if steps is None else {"steps": steps}),
+        "tasks": tasks,
+        "origins": dict(origins),
+    }
 
 
 def group_of(place: Place, probes: Mapping[str, str]) -> str | None:
@@ -89,7 +87,7 @@ def group_of(place: Place, probes: Mapping[str, str]) -> str | None:
 
     Args:
         place: keys in an arm of results.json.
-        probes: as in `PointResults`.
+        probes: as in `point_of`.
     """
     if place[0] == "held_out":
         return "held_out" if len(place) == 2 else None
@@ -100,12 +98,7 @@ def group_of(place: Place, probes: Mapping[str, str]) -> str | None:
 
 
 def accuracy_by_group(arm: Mapping[str, Any], probes: Mapping[str, str]) -> dict[str, Estimate]:
-    """Accuracy over all prompts of a group, with its 95% Wilson interval.
-
-    Args:
-        arm: an arm of results.json.
-        probes: as in `PointResults`.
-    """
+    """Accuracy over all prompts of a group, with its 95% Wilson interval. `probes` as in `point_of`."""
     counts: dict[str, list[int]] = {}
     for place, entry in entries(arm):
         group = group_of(place, probes) if "accuracy" in entry else None
@@ -118,7 +111,7 @@ def accuracy_by_group(arm: Mapping[str, Any], probes: Mapping[str, str]) -> dict
 def summarize(
     name: str,
     keys: Mapping[str, Sequence[Any]],
-    points: Sequence[PointResults],
+    points: Sequence[dict[str, Any]],
     diverged: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Build the content of sweep.json.
@@ -126,7 +119,7 @@ def summarize(
     Args:
         name: name of the recipe.
         keys: values by key, in order.
-        points: results of every combination that is finished.
+        points: from `point_of`, of every combination that is finished.
         diverged: error by name of each run whose training diverged.
 
     Returns:
@@ -134,15 +127,14 @@ def summarize(
         each is `value`, `low` and `high`. In a sweep over seeds that is the mean with the smallest and the largest
         value, otherwise an accuracy with its Wilson interval.
     """
-    summaries = [point.as_json() for point in points]
     by_row: dict[str, list[dict[str, Any]]] = {}
-    for summary in summaries:
-        values = {key: value for key, value in summary["values"].items() if key != SEED or len(keys) == 1}
-        by_row.setdefault(label_of_values(values), []).append({**summary, "values": values, "all": summary["values"]})
+    for point in points:
+        values = {key: value for key, value in point["values"].items() if key != SEED or len(keys) == 1}
+        by_row.setdefault(label_of_values(values), []).append({**point, "values": values, "all": point["values"]})
     return {
         "name": name,
         "keys": {key: list(values) for key, values in keys.items()},
-        "points": summaries,
+        "points": list(points),
         "rows": [_row(group, over_seeds=has_seeds(keys)) for group in by_row.values()],
         "diverged": dict(diverged or {}),
     }

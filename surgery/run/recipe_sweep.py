@@ -23,7 +23,7 @@ from surgery.models.sizes import meta_model, sizes_of
 from surgery.recipe import Base, Recipe, to_yaml
 from surgery.recipe.grid import Grid, GridPoint, naming
 from surgery.recipe.inputs import inputs_of
-from surgery.report.sweep_report import PointResults, summarize, write_sweep_page
+from surgery.report.sweep_report import point_of, summarize, write_sweep_page
 from surgery.run.context import Reporter, Run
 from surgery.run.folder import RunDir
 from surgery.run.pipeline import check_inputs, run_pipeline
@@ -210,7 +210,7 @@ def _write(grid: Grid, folder: Path, diverged: dict[str, TrainingDiverged]) -> d
     return summary
 
 
-def _results(point: GridPoint, folder: Path, has_plateau: bool) -> PointResults:
+def _results(point: GridPoint, folder: Path, has_plateau: bool) -> dict[str, Any]:
     """Read the numbers of a point from its run. With plateaus in the sweep, also its number of steps."""
     recipe, run = point.recipe, RunDir(folder / point.recipe.name)
     results = read_json(run.path / "results.json")
@@ -222,12 +222,12 @@ def _results(point: GridPoint, folder: Path, has_plateau: bool) -> PointResults:
     trained: Mapping[str, Mapping[str, int]] = results.get("training", {})
     stages = [stage for stage in recipe.train.sequence if point.arm == "hybrid" or stage.trains_control]
     steps = sum(trained[s.name]["steps"] if s.name in trained else s.num_steps for s in stages)
-    return PointResults(
+    return point_of(
         values=point.values,
         run=recipe.name,
         arm=point.arm,
         arms=results["arms"],
-        heads=tuple(results["heads"]) if point.arm == "hybrid" else (),
+        heads=results["heads"] if point.arm == "hybrid" else [],
         kv_bytes_per_token=sizes.kv_bytes_per_token,
         state_bytes=sizes.state_bytes,
         new_parameters=sizes.new_parameters,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from surgery.report.sweep_report import (
-    PointResults,
     accuracy_by_group,
     caption_of,
     group_of,
     markdown_of,
+    point_of,
     summarize,
     table_of,
     write_sweep_page,
@@ -34,11 +33,12 @@ def arm(right: int, facts: int = 90) -> dict[str, Any]:
     return {"kv_retrieval": kv, "closed_book": share(facts, 100), "perplexity": 2.5}
 
 
-def point(values: dict[str, Any], right: int, which: str = "hybrid", **more: Any) -> PointResults:
+def point(values: dict[str, Any], right: int, which: str = "hybrid", **more: Any) -> dict[str, Any]:
     arms = {"base": arm(20), "no_splice": arm(30), "hybrid": arm(right), **more.pop("arms", {})}
     heads = values.get("splice.num_heads", 1)
     given = {"kv_bytes_per_token": 64 * heads, "state_bytes": 4096 + 8 * heads, "new_parameters": 1000 * heads, **more}
-    return PointResults(values, f"run-{heads}", which, arms, ("L0H1",) * heads, **given)
+    given = {"origins": {}, "probes": {}, "steps": None, **given}
+    return point_of(values=values, run=f"run-{heads}", arm=which, arms=arms, heads=["L0H1"] * heads, **given)
 
 
 def by_heads(*numbers: int, **more: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_steps_are_listed_where_a_plateau_can_end_a_run() -> None:
     keys = {"splice.num_heads": [2, 0, 4], "seed": [0, 1]}
     heads = ((2, 2, "hybrid"), (0, 2, "no_splice"), (4, 4, "hybrid"))
     points = [
-        replace(point({"splice.num_heads": n, "seed": seed}, 50, arm, steps=100 * of + 20 * seed), run=f"{of}-{seed}")
+        point({"splice.num_heads": n, "seed": seed}, 50, arm, steps=100 * of + 20 * seed) | {"run": f"{of}-{seed}"}
         for n, of, arm in heads
         for seed in (0, 1)
     ]
@@ -100,7 +100,7 @@ def test_steps_are_listed_where_a_plateau_can_end_a_run() -> None:
     at = columns.index("steps")
     assert [row[at] for row in rows] == ["210 [200, 220]", "210 [200, 220]", "410 [400, 420]"]
     assert "as many steps as those of the hybrid with splice.num_heads=2." in caption_of(summary)
-    of_four = summarize("tiny", keys, [p if p.arm == "hybrid" else replace(p, run="4-0") for p in points])
+    of_four = summarize("tiny", keys, [p if p["arm"] == "hybrid" else p | {"run": "4-0"} for p in points])
     assert "as many steps as those of the hybrid with splice.num_heads=4." in caption_of(of_four)
     plain = by_heads(0, 1)
     assert "steps" not in table_of(plain)[0] and "steps" not in caption_of(plain)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from surgery.interventions.hooks import ActivationCache, record
+from surgery.models.hooks import ActivationCache, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.mixers.mamba2 import read_state, short_conv

@@ -13,8 +13,3 @@ def test_a_path_alone_is_own_prompts_whose_places_are_found(tmp_path: Path) -> N
     file = tmp_path / "my.yaml"
     file.write_text("name: x\nbase: {model: some/folder}\n")
     assert load_recipe(file, ["locate.data=my.jsonl", "locate.generated=4"]).locate.data == expected
-
-
-def test_editors_accept_a_path_too() -> None:
-    kinds = Locate.model_json_schema()["properties"]["data"]["anyOf"]
-    assert {"type": "string"} in kinds and {"$ref": "#/$defs/Data"} in kinds

@@ -94,7 +94,8 @@ class GrowingLayer(DynamicLayer):
             rows[:, :, :old, :K], rows[:, :, :old, K:] = self.keys, self.values
             own = self.buffer = Buffer(rows, self.keys, self.values)
         own.rows[:, :, old:S, :K], own.rows[:, :, old:S, K:] = key_states, value_states
-        self.keys, self.values = own.keys, own.values = own.rows[:, :, :S, :K], own.rows[:, :, :S, K:]
+        own.keys, own.values = own.rows[:, :, :S, :K], own.rows[:, :, :S, K:]
+        self.keys, self.values = own.keys, own.values
         return self.keys, self.values
 
 
@@ -517,7 +518,7 @@ def _other_backends() -> list[SDPBackend]:
 class SplicedAttention(nn.Module):
     """The attention heads of one layer, as copies of SSM heads; the base class of every branch.
 
-    A subclass under `@register_branch(NAME)` is a new kind of branch, built where `splice.init` is NAME. It may
+    A subclass under `@register_branch(NAME)` is a new kind of branch, built where an entry's `init` is NAME. It may
     override the class attributes and the methods without an underscore.
 
     Args:
@@ -555,7 +556,7 @@ class SplicedAttention(nn.Module):
 
     @classmethod
     def plan_fields(cls, source: Any) -> dict[str, Any]:
-        """Return the fields of `site` that this kind decides, when a hybrid is planned; `source` knows the base."""
+        """Return the fields of `site` that this kind decides; `source`, of the library that splices, knows the base."""
         return source.plan_fields(cls)
 
     def __init__(self, config: Any, site: Mapping[str, Any], layer_idx: int) -> None:
@@ -591,7 +592,7 @@ class SplicedAttention(nn.Module):
         init.kaiming_uniform_(self.conv1d.weight, a=math.sqrt(5))
 
     def fill(self, source: Any) -> None:
-        """Set the weights of a new hybrid; `source` has the base's mixer and the teacher."""
+        """Set the weights of a new hybrid; `source`, of the library that splices, has the base's mixer and teacher."""
         source.fill(self)
 
     def new_channels(self, weight: Tensor) -> Tensor:

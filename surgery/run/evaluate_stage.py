@@ -136,11 +136,7 @@ def _example(run: Run, prompts: PromptSet, arms: Mapping[str, Arm], hybrid: PreT
 def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], began: float) -> None:
     """Write the figures, results.json and report.html.
 
-    Args:
-        run: the run.
-        arms: results by arm.
-        more: `sizes` of base and hybrid, arms that were `skipped`, and an `example`.
-        began: time at which the evaluation began.
+    `more` has the `sizes` of base and hybrid, arms that were `skipped`, and an `example`.
     """
     from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
     from surgery.report.figures.curves import accuracy_by_pairs

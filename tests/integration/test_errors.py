@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch._inductor import config as inductor
 
 from surgery import cli
 from tests.integration.conftest import BASE, EXPORT, PICO_MAMBA2, RECIPE, ROOT, SMALL, assert_all_refused, surgery
@@ -55,8 +56,7 @@ def test_values_of_a_recipe(tmp_path: Path) -> None:
 
 
 def test_a_compiler_is_looked_for_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "/nonexistent")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(inductor.cpp, "cxx", ("/nonexistent",))
     words = ("train.compile", "C++ compiler", "/nonexistent", "set train.compile to false")
     assert_all_refused({(*RUN, "train.compile=true"): words}, tmp_path)
 
@@ -174,11 +174,11 @@ class TestArguments:
     """Names of any characters, overrides of any form."""
 
     def test_names_beyond_ascii_and_with_an_equals_sign(self, base_copy: Path, tmp_path: Path) -> None:
-        (tmp_path / "lr=0.1").symlink_to(base_copy)
+        base_copy.rename(tmp_path / "lr=0.1")
         small = ("evaluate.examples=2", "evaluate.sentences=2", "evaluate.tasks=[kv_retrieval]", "evaluate.pairs=[4]")
         done = surgery("compare", "lr=0.1", *small, cwd=tmp_path)
         assert done.returncode == 0 and "lr=0.1" in done.stdout, done.stderr
-        (tmp_path / "módèl 😀").symlink_to(base_copy)
+        (tmp_path / "lr=0.1").rename(tmp_path / "módèl 😀")
         assert "módèl 😀: mamba2" in surgery("inspect", "./módèl 😀", cwd=tmp_path).stdout
         environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
         command = [sys.executable, "-m", "surgery", "inspect", "./módèl 😀"]
@@ -223,6 +223,10 @@ def test_an_error_of_our_own_is_one_line_and_its_traceback_a_flag_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SURGERY_DEBUG", raising=False)
+    (tmp_path / "x.yaml").write_text("a: [")
+    done = surgery("--debug", "validate", "x.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and "yaml.parser.ParserError" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: x.yaml")
     code, text = ended(capsys, monkeypatch, ZeroDivisionError("a\nbug"))
     assert code == 1 and text.count("\n") == 1
     assert text.startswith("internal error: ZeroDivisionError: a bug") and "--debug" in text
@@ -236,7 +240,3 @@ def test_an_error_of_our_own_is_one_line_and_its_traceback_a_flag_away(
     monkeypatch.setenv("SURGERY_DEBUG", "1")
     code, text = ended(capsys, monkeypatch, ZeroDivisionError("a\nbug"))
     assert code == 1 and "Traceback" in text and "ZeroDivisionError: a\nbug" in text
-    (tmp_path / "x.yaml").write_text("a: [")
-    done = surgery("--debug", "validate", "x.yaml", cwd=tmp_path)  # and the library's error behind a refusal
-    assert done.returncode == 2 and "yaml.parser.ParserError" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: x.yaml")

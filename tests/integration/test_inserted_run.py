@@ -165,10 +165,10 @@ def test_it_is_trained_further_in_the_same_format(pair: Path, tmp_path: Path) ->
     config = json.loads((export / "config.json").read_text())
     assert config["inserted"] == json.loads((pair / "export" / "config.json").read_text())["inserted"]
     assert config["architectures"] == ["NemotronHForCausalLM"]
-    adapters = ("export.format=nemotron_h", "train.trainable=lora", "train.control=false")
-    for targets, noted in (("[in_proj, out_proj]", True), ("[in_proj]", False)):
-        done = surgery(*tune, *adapters, f"train.lora.targets={targets}", "name=lora", "--to", "train", cwd=tmp_path)
-        assert done.returncode == 0 and ("no adapters of out_proj for a nemotron_h" in done.stdout) == noted, done
+    adapters = ("export.format=nemotron_h", "train.trainable=lora", "train.control=false", "name=lora")
+    targets = "train.lora.targets=[in_proj, out_proj]"
+    done = surgery(*tune, *adapters, targets, "--to", "train", cwd=tmp_path)
+    assert done.returncode == 0 and "no adapters of out_proj for a nemotron_h" in done.stdout, done
 
 
 def test_a_dry_run_counts_the_new_layers(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_nemotron_h_with_experts_is_a_base(tmp_path: Path) -> None:
     cases = {
         (*run, "export.format=gguf", *GGUF): ("export.format", "gguf", "experts", "nemotron_h"),
         (*run, "splice.head_dim=64"): ("splice.head_dim", "64", "8"),
-        (*run, many): ("splice.heads", "5 heads in layer 0", "4"),
+        (*run, many): ("splice.heads", "L0H4", "L0H0 to L3H3"),
         (*run, "splice.side_channels=35"): ("splice.side_channels", "35", "Set 40"),
     }
     assert_all_refused(cases, tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,3 @@ def test_a_finished_run_is_told_on_one_page(browser: Any, finished: Path, width:
     headings = page.locator("h2").all_inner_texts()
     assert [h for h in headings if h != "One prompt"][:3] == ["Retrieval", "All measurements", "Spliced heads"]
     page.close()
-
-
-def test_the_page_of_the_heads_has_three_prompts_and_the_matrices_of_one(finished: Path) -> None:
-    text = (finished / "locate.html").read_text(encoding="utf-8")
-    data = json.loads(text.split('<script id="data" type="application/json">')[1].split("</script>")[0])
-    first, *others = data["prompts"]
-    assert len(others) == 2 and len({tuple(prompt["tokens"]) for prompt in data["prompts"]}) == 3
-    assert first["matrices"] and not any(prompt["matrices"] for prompt in others)
-    assert all(len(prompt["rows"]) == len(data["heads"]) for prompt in data["prompts"])
-    assert data["columns"][data["first"]]["key"] == "patching", "the recipe selects by it"

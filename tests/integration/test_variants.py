@@ -122,13 +122,3 @@ def test_a_cut_hybrid_is_trained_further(run: Path, tmp_path: Path) -> None:
     done = surgery("run", str(RECIPE), *words, *further, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert widths(tmp_path / "runs" / "quickstart" / "trained") == {SIZE}
-
-
-def test_dry_runs_know_the_cut(tmp_path: Path) -> None:
-    states = []
-    for size in ("null", "2"):
-        done = run_small(tmp_path, f"splice.state_size={size}", options=("--dry-run",))
-        assert done.returncode == 0, done.stderr
-        rows = (line.split("│")[2] for line in done.stdout.splitlines() if line.startswith("│ hybrid"))
-        states.append(float(next(rows).split()[0]))
-    assert states[1] < 0.6 * states[0]

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import ModelError, RecipeError
 from surgery.export import gguf_converter, transformers_folder
+from surgery.export import pre_tokenizers as pre_tokenizers_of_llama_cpp
 from surgery.export.folder import export_model
 from surgery.export.gguf_converter import SCRIPT, convert, find_converter, pre_tokenizer_of
 from surgery.export.gguf_folder import FILE, compare_with_files
@@ -78,21 +79,32 @@ def test_an_export_holds_a_gguf_file_that_equals_the_model(whole: Path) -> None:
     assert f"{len(load_file(whole / 'model.safetensors'))} tensors" in sentence
 
 
+MOE = {
+    "n_routed_experts": 12,
+    "n_group": 2,
+    "norm_topk_prob": False,
+    "moe_latent_size": 12,
+    "routed_scaling_factor": 2.5,
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "config", "name", "in_gguf"),
+    ("kind", "config", "names"),
     [
-        ("mlp", {"mlp_bias": True}, "up_proj.bias", "ffn_up.bias"),
+        ("mlp", {"mlp_bias": True}, {"up_proj.bias": "ffn_up.bias"}),
         (
             "moe",
-            {"n_routed_experts": 12, "moe_latent_size": 12, "routed_scaling_factor": 2.5},
-            "experts.10.down_proj.weight",
-            "ffn_down_exps.weight",
+            MOE,
+            {
+                "experts.10.down_proj.weight": "ffn_down_exps.weight",
+                "fc2_latent_proj.weight": "ffn_latent_up.weight",
+                "gate.e_score_correction_bias": "exp_probs_b.bias",
+            },
         ),
-        ("moe", {"n_group": 2, "norm_topk_prob": False}, "gate.e_score_correction_bias", "exp_probs_b.bias"),
     ],
 )
 def test_layers_of_a_nemotron_h(
-    kind: str, config: dict[str, Any], name: str, in_gguf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, config: dict[str, Any], names: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLPs, experts, and attention whose heads share keys."""
     monkeypatch.setattr(transformers_folder, "reload", in_this_process)
@@ -104,10 +116,13 @@ def test_layers_of_a_nemotron_h(
     experts = [tensor for tensor in stored if ".experts." in tensor]
     (sentence,) = compare_with_files(folder)["also_checked"]
     assert f"{len(stored) - len(experts) + (2 if experts else 0)} tensors" in sentence
-    source = f"backbone.layers.3.mixer.{name}"  # after the pair
-    edit(folder, "model.safetensors", lambda tensors: tensors[source].view(-1)[0].add_(0.01))
-    with pytest.raises(ModelError, match=f"tensor blk.3.{in_gguf}. It differs from backbone.layers.3.mixer."):
-        compare_with_files(folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    for name, in_gguf in names.items():
+        source = f"backbone.layers.3.mixer.{name}"  # after the pair
+        edit(folder, "model.safetensors", lambda tensors: tensors[source].view(-1)[0].add_(0.01))  # noqa: B023
+        with pytest.raises(ModelError, match=f"tensor blk.3.{in_gguf}. It differs from backbone.layers.3.mixer."):
+            compare_with_files(folder)
+        (folder / "model.safetensors").write_bytes(weights)
     if kind == "moe":
         edit(folder, "config.json", lambda data: data.update(num_experts_per_tok=1))
         with pytest.raises(ModelError, match=r"expert_used_count is 2\. config\.json needs 1"):
@@ -248,7 +263,8 @@ def byte_level(pattern: str | None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def test_the_rule_of_a_tokenizer_is_found_or_it_is_refused() -> None:
+def test_the_rule_of_a_tokenizer_is_found_or_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pre_tokenizers_of_llama_cpp, "_RANDOM_TEXTS", 200)
     # Without tokens of two digits, both of the last rules give the same tokens.
     for pattern, names in ((None, ["gpt-2"]), (RULES["qwen2"][0], ["qwen2", "smaug-bpe"])):
         name, share, text = nearest_rule(byte_level(pattern))

@@ -190,15 +190,6 @@ class TestForward:
         new = model.generate(inputs_embeds=embedded, max_new_tokens=4, do_sample=False, pad_token_id=0)
         assert torch.equal(new, generate(model, ids, max_new_tokens=4)[:, 9:])
 
-    def test_hidden_states_are_the_plain_models(self, name: str) -> None:
-        """As many, of the same shapes, and the last one is what the head reads."""
-        given = {"input_ids": tokens(2, 9), "use_cache": False, "output_hidden_states": True}
-        found, plain = (m(**given) for m in (trained(name), base(name)))
-        assert [h.shape for h in found.hidden_states] == [h.shape for h in plain.hidden_states]
-        body = trained(name).base_model(**given)
-        assert torch.equal(body.hidden_states[-1], body.last_hidden_state)
-        assert all(map(torch.equal, body.hidden_states, found.hidden_states))
-
     def test_attentions_are_those_of_every_layer_that_attends(self, name: str) -> None:
         """From below, the family's own (as the plain model gives them) and the branches', whose rows are known."""
         model, ids = copy.deepcopy(trained(name)), tokens(2, 9)
@@ -239,16 +230,6 @@ class TestForward:
         whole = logits(model, ids)
         for kept, expected in ((3, whole[:, -3:]), (torch.tensor([0, 5]), whole[:, [0, 5]]), (0, whole)):
             torch.testing.assert_close(logits(model, ids, logits_to_keep=kept), expected, **CLOSE)
-
-    def test_the_plain_models_arguments_are_taken(self, name: str) -> None:
-        """Experts' logits where the family has experts."""
-        if name == "granite":
-            given = {"input_ids": tokens(), "use_cache": False, "output_router_logits": True}
-            found, plain = (m(**given) for m in (trained(name), base(name)))
-            assert [r.shape for r in found.router_logits] == [r.shape for r in plain.router_logits]
-            assert len(found.router_logits) > 0
-        with pytest.raises(ValueError, match="exactly one"):
-            trained(name)(tokens(), inputs_embeds=trained(name).get_input_embeddings()(tokens()))
 
 
 @every_spliced

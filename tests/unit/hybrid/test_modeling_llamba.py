@@ -16,7 +16,7 @@ from surgery.hybrid import LlambaConfig, LlambaForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaMixer
 from tests.support.llamba_loop import full, llamba, llamba_config, loop_logits, loop_mixer, part
 from tests.support.loops import for_each
-from tests.support.pico import HIDDEN, pad, tokens
+from tests.support.pico import HIDDEN, tokens
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "one key head": {"n_qk_heads": 1},
@@ -52,36 +52,6 @@ class TestForward:
             found = mixer(u)[0]
         expected = loop_mixer(part(dict(model.state_dict()), "backbone.layers.1.mixer."), model.config.ssm_cfg, u[0])
         torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
-
-
-class TestDecoding:
-    @every_variant
-    def test_token_by_token(self, config: dict) -> None:
-        model, ids = llamba(**config), tokens()
-        cache, steps = None, []
-        for t in range(ids.shape[1]):
-            output = model(ids[:, t : t + 1], cache=cache, use_cache=True)
-            cache = output.cache
-            steps.append(output.logits)
-        assert_close(torch.cat(steps, 1), loop_logits(model, ids))
-
-    @every_variant
-    @for_each("border", [1, 2, 9, 20])
-    def test_several_tokens_after_a_prefix(self, config: dict, border: int) -> None:
-        model, ids = llamba(**config), tokens()
-        first = model(ids[:, :border], use_cache=True)
-        second = model(ids[:, border:], cache=first.cache, use_cache=True)
-        assert_close(torch.cat([first.logits, second.logits], 1), loop_logits(model, ids))
-
-    @every_variant
-    @for_each("side", ["left", "right"])
-    def test_padded_batch_equals_single_prompts(self, side: Any, config: dict) -> None:
-        model, rows = llamba(**config), [tokens(1, n, seed=n)[0] for n in (9, 14, 2)]
-        ids, mask = pad(rows, side)
-        logits = full(model, ids, mask)
-        assert logits.isfinite().all()
-        for b, row in enumerate(rows):
-            assert_close(logits[b][mask[b].bool()], loop_logits(model, row[None])[0])
 
 
 class TestPrecision:
@@ -213,10 +183,3 @@ class TestCheckpoint:
     def test_sizes_are_whole_numbers(self, field: str, value: Any) -> None:
         with pytest.raises(ValueError, match=rf"^ssm_cfg\.{field}: .*\. It needs a whole number of at least 1\.$"):
             llamba_config(ssm={field: value})
-
-    def test_resized_embeddings_load_again(self, tmp_path: Path) -> None:
-        model = llamba(pad_vocab_size_multiple=8)
-        model.resize_token_embeddings(70)
-        assert full(model, tokens()).shape[-1] == 72 == model.config.vocab_size
-        model.save_pretrained(tmp_path)
-        assert torch.equal(full(LlambaForCausalLM.from_pretrained(tmp_path).eval(), tokens()), full(model, tokens()))

@@ -29,7 +29,6 @@ SPLICES = {
 }
 every_splice = for_each("splice", SPLICES)
 every_implementation = for_each("implementation", ["eager", "sdpa"])
-every_grouping = for_each("n_groups", [1, 2, 4])
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -47,18 +46,6 @@ class TestDecoding:
         first = model(ids[:, :border], use_cache=True)
         second = model(ids[:, border:], cache=first.cache, use_cache=True)
         torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), full(model, ids), **CLOSE)
-
-    @every_splice
-    @every_implementation
-    @for_each("side", ["left", "right"])
-    def test_padded_batch_equals_single_prompts(self, splice: list, implementation: str, side: Any) -> None:
-        model = pico_hybrid(splice, attn_implementation=implementation)
-        rows = [tokens(1, n, seed=n)[0] for n in (9, 14, 2)]
-        ids, mask = pad(rows, side)
-        logits = full(model, ids, mask)
-        assert logits.isfinite().all()
-        for b, row in enumerate(rows):
-            torch.testing.assert_close(logits[b][mask[b].bool()], full(model, row[None])[0], **CLOSE)
 
     @every_splice
     @every_implementation

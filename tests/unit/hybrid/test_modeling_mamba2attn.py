@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM, MambaSsmAttention
 from tests.support.loops import for_each
 from tests.support.mamba2attn import CASES, attn_model
-from tests.support.pico import pad, pico_site, tokens
+from tests.support.pico import pico_site, tokens
 
 
 def naive_rotate(x_TP: Tensor, width: int, base: float, interleaved: bool) -> Tensor:
@@ -124,55 +124,8 @@ def test_the_model_is_mamba_ssms(case: str) -> None:
     assert_close(model(ids).logits[0], naive_model(ids[0], model))
 
 
-@for_each("case", list(CASES))
-@torch.no_grad()
-def test_cached_decoding_is_the_full_forward(case: str) -> None:
-    model, ids = attn_model(case), tokens(2, 14)
-    full = model(ids, use_cache=False).logits
-    cache, parts = None, []
-    for begin, end in ((0, 5), (5, 9), *((t, t + 1) for t in range(9, 14))):
-        output = model(ids[:, begin:end], cache=cache, use_cache=True)
-        cache = output.cache
-        parts.append(output.logits)
-    assert_close(torch.cat(parts, dim=1), full)
-
-
-@for_each("implementation", ["sdpa", "eager"])
-@for_each("case", list(CASES))
-@torch.no_grad()
-def test_left_padding_changes_nothing(case: str, implementation: str) -> None:
-    model = attn_model(case)
-    model.set_attn_implementation(implementation)
-    rows = [tokens(1, n, seed=n)[0] for n in (6, 11)]
-    ids, mask = pad(rows, "left")
-    padded = model(ids, attention_mask=mask).logits
-    output = model(ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)
-    for t in (-2, -1):
-        seen = mask[:, : mask.shape[1] + t + 1]
-        output = model(ids[:, seen.shape[1] - 1 : seen.shape[1]], attention_mask=seen, cache=output.cache)
-    for b, row in enumerate(rows):
-        alone = model(row[None]).logits[0]
-        assert_close(padded[b, -len(row) :], alone)
-        assert_close(output.logits[b, -1], alone[-1])
-
-
 @for_each("case", ["plain", "rotary"])
 def test_the_cache_keeps_what_each_layer_needs(case: str) -> None:
     model = attn_model(case, splice=[pico_site(3)])
     own = "hybrid" if case == "rotary" else "full_attention"
     assert model.config.layer_types == [own, "linear_attention", own, "hybrid"]
-
-
-@for_each("case", ["plain", "mlp"])
-@torch.no_grad()
-def test_heads_can_be_spliced_into_its_mamba2_layers(case: str) -> None:
-    ids, mask = pad([tokens(1, n, seed=n)[0] for n in (7, 12)], "left")
-    base, fresh = attn_model(case), attn_model(case, splice=[pico_site(1)], fresh=True)
-    assert torch.equal(base(ids, attention_mask=mask).logits, fresh(ids, attention_mask=mask).logits)
-    hybrid = attn_model(case, splice=[pico_site(1), pico_site(3, mode="replace")])
-    logits = hybrid(ids, attention_mask=mask).logits
-    assert not torch.equal(logits, base(ids, attention_mask=mask).logits)
-    assert_close(logits[0, -7:], hybrid(ids[:1, -7:]).logits[0])
-    first = hybrid(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
-    last = hybrid(ids[:, -1:], attention_mask=mask, cache=first.cache)
-    assert_close(last.logits[:, -1], logits[:, -1])

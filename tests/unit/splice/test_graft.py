@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 import surgery.hybrid.modeling_hybrid as branch_module
 from surgery.errors import PlanError
 from surgery.hybrid.modeling_hybrid import SplicedAttention
-from surgery.interventions.hooks import record
-from surgery.interventions.silence import silence
+from surgery.models.hooks import record
 from surgery.models.lookup import mixer_of, structure_of
+from surgery.models.silence import silence
 from surgery.recipe import Splice
 from surgery.splice.graft import check_kept, splice_model, step_zero_gap
 from surgery.types import Plan

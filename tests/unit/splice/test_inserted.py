@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, NemotronHForCausalLM
 
 from surgery.errors import ModelError, PlanError
-from surgery.interventions.heads_off import heads_off
+from surgery.models.heads_off import heads_off
 from surgery.models.inserted import InsertedForCausalLM, as_inserted, inserted_entries, new_modules
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.sizes import sizes_of

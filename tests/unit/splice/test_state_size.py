@@ -13,7 +13,7 @@ from torch import Tensor
 from surgery.data.encoding import encode
 from surgery.errors import PlanError, ProbeError
 from surgery.hybrid.modeling_hybrid import SplicedAttention
-from surgery.interventions.hooks import hooked, record
+from surgery.models.hooks import hooked, record
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.probes.kv_retrieval import kv_prompts

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.interventions.hooks import ActivationCache, record
+from surgery.models.hooks import ActivationCache, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec

@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from surgery import __version__
+from surgery.commands import tables
 from surgery.commands.arguments import (
     AnalysisPath,
     DryRun,
@@ -36,12 +37,11 @@ from surgery.commands.arguments import (
 )
 from surgery.commands.checkpoints import compare, convert, generate, inspect, publish, verify
 from surgery.commands.init import BaseOption, DataFile, Tokenizer, init, recipe_of_base, recipe_without_base
+from surgery.commands.progress import NO_READER, Bars, PlainStream, out, show_progress, silence_libraries
 from surgery.commands.shipped import examples, recipes
 from surgery.commands.show import show
+from surgery.commands.threads import use_free_cores
 from surgery.commands.validate import validate
-from surgery.console import tables
-from surgery.console.progress import NO_READER, Bars, PlainStream, out, show_progress, silence_libraries
-from surgery.console.threads import use_free_cores
 from surgery.errors import SurgeryError, is_out_of_memory, naming, summary
 from surgery.files.atomic import is_full
 from surgery.recipe import AnalysisRecipe, PretrainRecipe, Recipe, load_recipe, shipped
@@ -238,7 +238,7 @@ def analyse(
     """Evaluate a model with heads disabled, layers dropped or attention masked. Trains nothing."""
     use_free_cores()
     loaded = load_recipe(recipe, overrides or (), AnalysisRecipe)
-    from surgery.reproduce.analysis import analyse as work
+    from surgery.run.analysis import analyse as work
 
     with Bars() as bars:
         bars.start("analyse", "evaluating every arm")

@@ -73,7 +73,7 @@ class Session:
 def library() -> Any:
     """Imports whatever a command may need, and gives `surgery.cli.main`. Nothing is computed: children are forked."""
     from surgery import cli
-    from surgery.console.progress import silence_libraries
+    from surgery.commands.progress import silence_libraries
 
     silence_libraries()
     import torch

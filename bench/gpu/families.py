@@ -29,7 +29,7 @@ from bench.gpu.models import (
 )
 from bench.gpu.runner import Options
 from surgery.errors import ModelError
-from surgery.interventions.hooks import record
+from surgery.models.hooks import record
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.train.packing import packing_fault
 from surgery.types import Mode

@@ -45,7 +45,7 @@ class Events:
         """From now on; cannot be undone."""
         import safetensors.torch as tensors
 
-        from surgery.console.progress import Bars
+        from surgery.commands.progress import Bars
 
         start, tick = Bars.start, Bars.progress
 

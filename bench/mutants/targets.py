@@ -76,7 +76,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_LOCATE}/test_ablation_sweep.py",
             f"{_LOCATE}/test_long_values.py",
         ),
-        "surgery.interventions.ablation": (f"{_LOCATE}/test_ablation_sweep.py", f"{_LOCATE}/test_long_values.py"),
+        "surgery.locate.ablation": (f"{_LOCATE}/test_ablation_sweep.py", f"{_LOCATE}/test_long_values.py"),
     },
     "plan": {
         "surgery.splice.plan": (

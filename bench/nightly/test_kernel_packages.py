@@ -41,9 +41,9 @@ print(hashlib.sha256(bits).hexdigest())
 # The quick search of tests/integration/test_init.py. Batch size and hardware depend on the time that prompts take.
 INIT = """
 import json, sys
-from surgery.init import measuring
-from surgery.init.initial_recipe import write_recipe
-from surgery.init.probing import ADJACENT, screen
+from surgery.run import measuring
+from surgery.run.initial_recipe import write_recipe
+from surgery.run.probing import ADJACENT, screen
 from surgery.recipe.yaml import load_yaml
 measuring.screen = lambda prober, count: screen(prober, count, (ADJACENT,))
 measuring.PROMPTS_OF_SMALL, measuring._KNOWLEDGE = 24, ()

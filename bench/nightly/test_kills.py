@@ -34,7 +34,7 @@ def run(folder: Path, trigger: Trigger | None, record: Path | None = None) -> in
 
 
 def _write(folder: Path, events: Events) -> None:
-    from surgery.console.progress import Bars
+    from surgery.commands.progress import Bars
 
     events.watch()
     bars = Bars()

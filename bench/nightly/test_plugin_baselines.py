@@ -28,15 +28,15 @@ from bench.plugins.baselines import (
     retrieval_score,
 )
 from bench.plugins.scaling import scaled
+from surgery.data.choice_scores import arguments
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError, ProbeError, RecipeError
-from surgery.interventions.hooks import hooked, record
 from surgery.locate.clean_run import CleanRun, run_clean
+from surgery.models.hooks import hooked, record
 from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, Question, Writer, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.sentences import sentence
-from surgery.scoring.choices import arguments
 from surgery.types import MixerSpec
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, tokens
 

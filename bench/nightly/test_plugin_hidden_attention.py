@@ -21,8 +21,8 @@ from bench.plugins.hidden_attention import (
 )
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import PlanError, ProbeError
-from surgery.interventions.hooks import record
 from surgery.locate.methods import METHODS
+from surgery.models.hooks import record
 from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, rng_of

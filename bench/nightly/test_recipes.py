@@ -33,7 +33,7 @@ def test_a_dry_run_at_true_size_is_quick_and_light(name: str, tmp_path: Path) ->
     """Unchanged, as a user runs it, without a network."""
     code = (
         "import json, resource, sys, time; from pathlib import Path\n"
-        "from surgery.console.tables import print_plan\n"
+        "from surgery.commands.tables import print_plan\n"
         "from surgery.run.dry_run import dry_run\n"
         "from surgery.recipe import load_recipe\n"
         "path = Path(sys.argv[1]); began = time.process_time()\n"

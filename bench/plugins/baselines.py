@@ -28,15 +28,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bench.plugins.scaling import scaled, scaled_output
+from surgery.data.choice_scores import arguments
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.ranking import choice_scores
 from surgery.errors import ModelError, ProbeError, RecipeError
-from surgery.interventions.hooks import ActivationCache, from_mixer, record
 from surgery.locate.clean_run import CleanRun
 from surgery.locate.methods import Column, LocateBatch, register_method
+from surgery.models.hooks import ActivationCache, from_mixer, record
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document
-from surgery.scoring.choices import arguments
-from surgery.scoring.ranking import choice_scores
 from surgery.types import MixerSpec
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.common import parser, quiet_on_one_thread
 from surgery.files.atomic import read_json, write_json
-from surgery.interventions.ablation import Ablation
+from surgery.locate.ablation import Ablation
 from surgery.locate.ablation_sweep import ablate
 from surgery.locate.batches import PromptBatches
 from surgery.locate.scores import Array, plain

@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.interventions.hooks import ActivationCache, hooked
+from surgery.models.hooks import ActivationCache, hooked
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
 

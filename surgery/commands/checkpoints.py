@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from surgery.commands.arguments import Plugins, Runs, TrustRemoteCode
-from surgery.console.progress import Bars, out
-from surgery.console.tables import print_comparison, print_model
-from surgery.console.threads import use_free_cores
+from surgery.commands.progress import Bars, out
+from surgery.commands.tables import print_comparison, print_model
+from surgery.commands.threads import use_free_cores
 from surgery.errors import SurgeryError, naming, reading
 from surgery.recipe import Base
 
@@ -47,11 +47,11 @@ def generate(
     use_free_cores()
     import torch
 
+    from surgery.data.generation import check_beams
     from surgery.data.offsets import tokenized
     from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
     from surgery.models.runtime import run_device
     from surgery.run.machine import find_machine
-    from surgery.scoring.generation import check_beams
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code).named("CHECKPOINT")
     model, tokenizer = load_model(base).to(run_device()), load_tokenizer(base)  # type: ignore[arg-type]

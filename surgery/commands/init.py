@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surgery.commands.arguments import TrustRemoteCode
-from surgery.console.threads import use_free_cores
+from surgery.commands.threads import use_free_cores
 from surgery.errors import RunError, SurgeryError, naming
 from surgery.files.atomic import write_text
 from surgery.recipe import find_recipe, load_recipe
@@ -48,8 +48,8 @@ def recipe_text(model: str, data: str | None, tokenizer: str | None, trust_remot
         hint = "Run `surgery init MODEL > my.yaml` in one process, then launch `surgery run my.yaml`."
         raise RunError("num_processes", os.environ["WORLD_SIZE"], hint)
     use_free_cores()
-    from surgery.init.initial_recipe import write_recipe
-    from surgery.init.measuring import measure_base
+    from surgery.run.initial_recipe import write_recipe
+    from surgery.run.measuring import measure_base
 
     with naming("--data", "data.path"), naming("--tokenizer", "base.tokenizer"):
         return write_recipe(measure_base(model, data, tokenizer, trust_remote_code, _say), _say)
@@ -67,7 +67,7 @@ def recipe_of_base(
     Raises:
         SurgeryError: as `recipe_text`, or the recipe that is there has another base, tokenizer or data.
     """
-    from surgery.init.initial_recipe import recipe_name
+    from surgery.run.initial_recipe import recipe_name
 
     path = runs / f"{recipe_name(model)}.yaml"
     if os.path.lexists(path) and not overwrite:

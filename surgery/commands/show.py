@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surgery.commands.arguments import Runs
-from surgery.console.tables import print_analysis, print_comparison, print_heads, print_results, print_sweep
+from surgery.commands.tables import print_analysis, print_comparison, print_heads, print_results, print_sweep
 from surgery.errors import RecipeError, RunError, reading
 from surgery.files.atomic import read_json
 from surgery.files.ownership import kind_of

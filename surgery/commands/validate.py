@@ -20,7 +20,7 @@ def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
         for text in loaded.notes:
             print(f"note: {text}", file=sys.stderr)
     elif isinstance(loaded, AnalysisRecipe):
-        from surgery.reproduce.analysis import check_without_weights as check_analysis
+        from surgery.run.analysis import check_without_weights as check_analysis
 
         skipped = check_analysis(loaded)
     for text in skipped:

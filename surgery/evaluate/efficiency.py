@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from surgery.data.choice_scores import arguments
 from surgery.errors import fitting
 from surgery.models.cache import cache_tensors
 from surgery.models.meters import Meter, belongings
 from surgery.models.torch_scans import code_text
 from surgery.recipe import Efficiency
-from surgery.scoring.choices import arguments
 
 TRANSFORMER = "transformer"
 _HEAD_DIM = 64

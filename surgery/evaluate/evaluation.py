@@ -10,6 +10,8 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.generation import exact_answers, generate_answers
+from surgery.data.ranking import LARGEST, answer_nats, perplexity, ranked
 from surgery.data.user import named_data, read_documents
 from surgery.errors import fitting
 from surgery.evaluate.contrasts import contrasts, gap_closed
@@ -17,13 +19,11 @@ from surgery.evaluate.held_out import examples_of
 from surgery.evaluate.lm_eval import run_lm_eval
 from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE
-from surgery.interventions.heads_off import HEADS_OFF
+from surgery.models.heads_off import HEADS_OFF
 from surgery.models.loading import check_vocabulary
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document
 from surgery.recipe import Evaluate, Train
-from surgery.scoring.generation import exact_answers, generate_answers
-from surgery.scoring.ranking import LARGEST, answer_nats, perplexity, ranked
 from surgery.stats import bootstrap_mean, mcnemar, wilson
 
 Progress = Callable[[int, int], None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from surgery.data.generation import ExactAnswers
 from surgery.probes.documents import Document
 from surgery.report.text import cut_middle
-from surgery.scoring.generation import ExactAnswers
 
 _SHOWN = 12  # rows of a data set
 _PROMPT = 2000  # characters of a prompt to keep

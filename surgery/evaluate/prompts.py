@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch
+from surgery.data.generation import answer_batches
+from surgery.data.ranking import query_batches
 from surgery.errors import naming
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import Options
 from surgery.recipe import Evaluate, EvaluationTask
-from surgery.scoring.generation import answer_batches
-from surgery.scoring.ranking import query_batches
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from surgery.interventions.ablation import Ablation, ablated, fill_values, token_mask
-from surgery.interventions.hooks import from_block, from_mixer, hooked
-from surgery.interventions.oracle_read import OracleRead, intervene, mixed_at_query, values_at
-from surgery.interventions.shared_states import from_shared_states, reading
+from surgery.data.choice_scores import branched, completed
+from surgery.data.ranking import ChoiceScores
+from surgery.locate.ablation import Ablation, ablated, fill_values, token_mask
 from surgery.locate.clean_run import CleanPass, CleanRun, run_pass, scores_by_variant
 from surgery.models.cache import copied_bytes, expand_cache
+from surgery.models.hooks import from_block, from_mixer, hooked
 from surgery.models.lookup import mixer_of, structure_of
-from surgery.scoring.choices import branched, completed
-from surgery.scoring.ranking import ChoiceScores
+from surgery.models.oracle_read import OracleRead, intervene, mixed_at_query, values_at
+from surgery.models.shared_states import from_shared_states, reading
 from surgery.types import Fill, HeadId, MixerSpec, Reads
 
 T = TypeVar("T")

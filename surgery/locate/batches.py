@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.own_prompts import own_batches, own_prompts
+from surgery.data.ranking import ranked
 from surgery.errors import ModelError, SurgeryError, fitting
 from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.clean_run import CleanRun, run_clean
@@ -27,7 +28,6 @@ from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import prompts_of
 from surgery.recipe import Locate
 from surgery.recipe.methods import METHODS
-from surgery.scoring.ranking import ranked
 
 ROUNDING = 1e-3  # logits: largest difference by rounding between two computations of one margin
 

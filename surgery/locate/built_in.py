@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from surgery.recipe.methods import Column, register_method
 
 if TYPE_CHECKING:
+    from surgery.data.ranking import ChoiceScores
     from surgery.locate.methods import LocateBatch
-    from surgery.scoring.ranking import ChoiceScores
 
     Scores = dict[str, list[ChoiceScores]]
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @register_method("ablation", [Column("ablation", "removed at every token", effect="loss")], ranks=True)
 def ablation(batch: LocateBatch) -> Scores:
     """Ablate each head at the tokens of `locate.where`."""
-    from surgery.interventions.ablation import Ablation
+    from surgery.locate.ablation import Ablation
     from surgery.locate.ablation_sweep import ablate
 
     return {"ablation": ablate(batch.run, batch.items, Ablation(batch.section.where, batch.section.fill))}
@@ -31,7 +31,7 @@ def ablation(batch: LocateBatch) -> Scores:
 )
 def query(batch: LocateBatch) -> Scores:
     """Ablate each head at the query, where Aggregate heads act."""
-    from surgery.interventions.ablation import fill_values
+    from surgery.locate.ablation import fill_values
     from surgery.locate.ablation_sweep import Variant, change_at_query
 
     run, fills = batch.run, {}
@@ -46,7 +46,7 @@ def query(batch: LocateBatch) -> Scores:
 @register_method("context", [Column("context", "removed at every token but the query", effect="loss")], ranks="gather")
 def context(batch: LocateBatch) -> Scores:
     """Ablate each head before the query, where Gather heads act."""
-    from surgery.interventions.ablation import Ablation
+    from surgery.locate.ablation import Ablation
     from surgery.locate.ablation_sweep import ablate
 
     return {"context": ablate(batch.run, batch.items, Ablation("context", batch.section.fill))}

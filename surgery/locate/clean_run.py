@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from surgery.data.choice_scores import Paths, arguments, branched, likelihoods, paths_of, row_bytes, snapshot
 from surgery.data.encoding import EncodedBatch
-from surgery.interventions.hooks import ActivationCache, only_logits, record
+from surgery.data.ranking import ChoiceScores, check_logits, choice_scores, compared
 from surgery.models.cache import cache_of_all_tokens, expand_cache
+from surgery.models.hooks import ActivationCache, only_logits, record
 from surgery.models.lookup import family_of
 from surgery.models.sizes import own_kv_bytes_per_token, state_bytes
-from surgery.scoring.choices import Paths, arguments, branched, likelihoods, paths_of, row_bytes, snapshot
-from surgery.scoring.ranking import ChoiceScores, check_logits, choice_scores, compared
 from surgery.types import MixerSpec
 
 

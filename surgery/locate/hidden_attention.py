@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError
-from surgery.interventions.hooks import ActivationCache, record
+from surgery.models.hooks import ActivationCache, record
 from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.mixers.mamba1 import Mamba1Structure

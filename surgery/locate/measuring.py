@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import distributed
 
+from surgery.data.ranking import ChoiceScores
 from surgery.errors import ModelError, PlanError, fitting
 from surgery.locate.batches import PromptBatches
 from surgery.locate.clean_run import CleanRun
@@ -22,7 +23,6 @@ from surgery.locate.selection import rank, search_rounds, still_candidates
 from surgery.recipe import Splice
 from surgery.recipe.methods import METHODS, RANKINGS, Method
 from surgery.registry import plugin_errors
-from surgery.scoring.ranking import ChoiceScores
 from surgery.stats import bootstrap_mean
 from surgery.types import HeadId, Interval, MixerSpec, ScoredHead
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from surgery.data.ranking import ChoiceScores
 from surgery.recipe.methods import all_columns
-from surgery.scoring.ranking import ChoiceScores
 from surgery.stats import bootstrap_mean, holm, mcnemar
 from surgery.types import Interval, Role
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
@@ -90,6 +91,17 @@ class Locate(Section):
         {},
         description="Options of methods of plugins, by method: `{NAME: {KEY: VALUE}}`. By default those of the method.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_earlier_exports(cls, data: Any) -> Any:
+        """Recipes in exports and run folders hold all keys, so earlier ones hold those that plugins have now."""
+        moved = {"gates", "trial", "backups"}
+        if not isinstance(data, Mapping) or not moved <= data.keys() or data["backups"]:
+            return data
+        options = {name: data[name] for name in ("gates", "trial") if name in data.get("methods", ())}
+        kept = {key: value for key, value in data.items() if key not in moved}
+        return {**kept, "method_options": options} if options else kept
 
     @field_validator("methods")
     @classmethod

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from surgery import __version__
+from surgery.data.generation import exact_answers
 from surgery.data.offsets import encode_alike
 from surgery.evaluate.efficiency import efficiency
 from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, mark_seen
@@ -25,7 +26,7 @@ from surgery.evaluate.lm_eval import check_tasks
 from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
-from surgery.interventions.heads_off import HEADS_OFF, heads_off
+from surgery.models.heads_off import HEADS_OFF, heads_off
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
 from surgery.probes.documents import answer_list
@@ -36,7 +37,6 @@ from surgery.report.run_report import ReportInputs, write_report
 from surgery.run.context import Run
 from surgery.run.located_prompts import sample_batch
 from surgery.run.stage import PROMPTS, Stage
-from surgery.scoring.generation import exact_answers
 
 _LINKED = ("locate.html", "heads.csv", "plan.json", "results.json", "recipe.yaml")  # files that the report links
 
@@ -136,11 +136,7 @@ def _example(run: Run, prompts: PromptSet, arms: Mapping[str, Arm], hybrid: PreT
 def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], began: float) -> None:
     """Write the figures, results.json and report.html.
 
-    Args:
-        run: the run.
-        arms: results by arm.
-        more: `sizes` of base and hybrid, arms that were `skipped`, and an `example`.
-        began: time at which the evaluation began.
+    `more` has the `sizes` of base and hybrid, arms that were `skipped`, and an `example`.
     """
     from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
     from surgery.report.figures.curves import accuracy_by_pairs

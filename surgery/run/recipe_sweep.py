@@ -152,11 +152,8 @@ def _check_runs(grid: Grid, folder: Path, accelerator: Accelerator) -> None:
 def _planned_stages(run: Run, known: dict[tuple[str, str], str], grid: Grid) -> dict[str, str]:
     """Predict each stage of a run.
 
-    Args:
-        run: the run.
-        known: run that computes a stage first, by name and predicted key of the stage. This run's stages are added.
-            A predicted key has the keys of earlier stages in the place of the hashes of their files.
-        grid: all recipes.
+    `known` has the run that computes a stage first, by name and predicted key of the stage: a key with those of earlier
+    stages in the place of the hashes of their files. This run's stages are added.
     """
     planned: dict[str, str] = {}
     inputs: dict[str, str] = {}

@@ -155,16 +155,8 @@ def train_arm(
 ) -> float:
     """Train one arm, resuming from its newest checkpoint with this key. Writes the model and its losses.
 
-    Args:
-        run: the run.
-        key: of the stage.
-        model: what to train.
-        reference: loads the frozen model for the objective `base_kl`.
-        name: folder of the trained model.
-        curve: name of the files with its losses.
-
-    Returns:
-        Seconds of the steps that earlier sessions trained and the checkpoint has kept. 0 if there was none.
+    `reference` loads the frozen model for the objective `base_kl`. Returns the seconds of the steps that earlier
+    sessions trained and the checkpoint has kept; 0 if there was none.
     """
     from surgery.report.figures.curves import training_curve  # matplotlib is slow to import
 

@@ -6,10 +6,10 @@ from itertools import accumulate
 
 from transformers import PreTrainedModel
 
+from surgery.data.ranking import answer_choices
 from surgery.recipe import Train
 from surgery.run.context import Run
 from surgery.run.located_prompts import located_prompts
-from surgery.scoring.ranking import answer_choices
 from surgery.train.numerics import autocast, precision_of
 from surgery.train.plateau import LAST_STEP, stage_lengths
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from surgery.errors import PlanError
 from surgery.hybrid.configuration_hybrid import is_whole
 from surgery.hybrid.modeling_hybrid import SplicedAttention
-from surgery.interventions.silence import silence
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad, stays_in_fp32
+from surgery.models.silence import silence
 from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.recipe import Splice
 from surgery.splice.inserted import insert_layers

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import PlanError, ProbeError, fitting
-from surgery.interventions.hooks import Hooks, hooked, store_output
+from surgery.models.hooks import Hooks, hooked, store_output
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad
 from surgery.probes.documents import Document

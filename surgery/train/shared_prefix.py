@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.interventions.hooks import ActivationCache, from_block
+from surgery.models.hooks import ActivationCache, from_block
 from surgery.models.lookup import block_of, family_of
 
 # The bases that store weights in a model's memory. They do so after training too: copies of a large base may not fit.

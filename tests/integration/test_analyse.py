@@ -10,8 +10,8 @@ import pytest
 
 from surgery.errors import RecipeError
 from surgery.recipe import AnalysisRecipe, check_recipe, load_recipe
-from surgery.reproduce import analysis as analysing
-from surgery.reproduce.analysis import analyse
+from surgery.run import analysis as analysing
+from surgery.run.analysis import analyse
 from tests.integration.conftest import ROOT, surgery
 from tests.support.pico import pico_family, pico_tokenizer
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import surgery.hybrid
 from surgery.data.encoding import encode
+from surgery.data.ranking import answer_choices
 from surgery.export.verify import verify_folder
 from surgery.locate.ablation_sweep import ablate
 from surgery.locate.clean_run import run_clean
@@ -18,7 +19,6 @@ from surgery.probes.documents import Document, rng_of
 from surgery.probes.knowledge import fact_question, facts
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Locate, Splice
-from surgery.scoring.ranking import answer_choices
 from surgery.types import HeadId
 from tests.integration.conftest import PICO_MAMBA2 as BASE
 from tests.integration.conftest import ROOT

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from surgery.data.ranking import ChoiceScores, choice_scores
 from surgery.errors import PlanError
-from surgery.interventions.ablation import Ablation
-from surgery.interventions.hooks import ActivationCache, record
+from surgery.locate.ablation import Ablation
 from surgery.locate.ablation_sweep import READS, Variant, ablate, change_at_query
 from surgery.locate.clean_run import CleanRun, run_clean
+from surgery.models.hooks import ActivationCache, record
 from surgery.models.loading import load_model
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.recipe import Base
-from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import check_in_range, make_plan
 from surgery.types import Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, ScoredHead

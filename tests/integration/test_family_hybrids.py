@@ -23,7 +23,7 @@ from surgery.export.folder import export_model
 from surgery.export.reload import RELOAD, SAMPLE
 from surgery.hybrid.configuration_hybrid import outside_modules
 from surgery.hybrid.modeling_hybrid import SplicedAttention
-from surgery.interventions.hooks import record
+from surgery.models.hooks import record
 from surgery.models.loading import load_model
 from surgery.models.lookup import geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad

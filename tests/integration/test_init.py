@@ -10,14 +10,14 @@ import pytest
 
 from surgery.commands.init import recipe_of_base
 from surgery.errors import ModelError, PlanError, SurgeryError
-from surgery.init import measuring
-from surgery.init.initial_recipe import write_recipe
-from surgery.init.measuring import measure_base
-from surgery.init.probing import ADJACENT, Prober, Screening, screen
 from surgery.models.loading import load_model
 from surgery.recipe import Base, Recipe, check_recipe, load_recipe
 from surgery.recipe.yaml import load_yaml
+from surgery.run import measuring
+from surgery.run.initial_recipe import write_recipe
+from surgery.run.measuring import measure_base
 from surgery.run.pipeline import run_pipeline
+from surgery.run.probing import ADJACENT, Prober, Screening, screen
 from tests.integration.conftest import EXPORT, PICO_MAMBA2
 from tests.support.mamba_ssm_files import config_of, write
 from tests.support.pico import SPLICED_FAMILIES, pico_family, pico_tokenizer

@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from surgery.cli import app
+from surgery.data.generation import answer_batches, generate_answers
 from surgery.data.offsets import for_prompts, tokenized
 from surgery.errors import RecipeError
 from surgery.evaluate import lm_eval as harness
@@ -24,7 +25,6 @@ from surgery.evaluate.lm_eval_files import lm_eval_groups, tasks_folder
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
 from surgery.recipe import Base, LmEval
-from surgery.scoring.generation import answer_batches, generate_answers
 from tests.support.processes import stock
 
 harness_tasks = pytest.importorskip("lm_eval.tasks")

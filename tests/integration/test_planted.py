@@ -8,13 +8,13 @@ from functools import cache
 import torch
 
 from surgery.data.encoding import EncodedBatch
-from surgery.interventions.hooks import record
+from surgery.data.ranking import ChoiceScores
 from surgery.locate.locating import locate_heads
 from surgery.locate.selection import rank
+from surgery.models.hooks import record
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
-from surgery.scoring.ranking import ChoiceScores
 from surgery.types import HeadId, ScoredHead
 from tests.support.planted import (
     Planted,

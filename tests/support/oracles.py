@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
-from surgery.interventions.ablation import Ablation
-from surgery.interventions.oracle_read import intervene
+from surgery.data.generation import GeneratedAnswers, is_match
+from surgery.data.ranking import ChoiceScores, answer_choices
+from surgery.locate.ablation import Ablation
 from surgery.locate.ablation_sweep import Variant, ablated_while_running, changes_by_mixer, run_changed
 from surgery.locate.clean_run import CleanPass, CleanRun
+from surgery.models.oracle_read import intervene
 from surgery.probes.documents import Document, answer_list, expected_answers, max_answer_tokens
-from surgery.scoring.generation import GeneratedAnswers, is_match
-from surgery.scoring.ranking import ChoiceScores, answer_choices
 from surgery.train.divergence import Kind
 from surgery.types import HeadId
 

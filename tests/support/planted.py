@@ -41,13 +41,13 @@ from transformers import (
 )
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.ranking import ChoiceScores, choice_scores
 from surgery.locate.locating import locate_heads
 from surgery.models.lookup import family_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import HEADER, NUM_VALUES, kv_document
 from surgery.probes.words import key_words
 from surgery.recipe import Locate, Splice
-from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.types import HeadId, ScoredHead
 
 LAYERS, HEADS, WIDTH = 4, 4, 48

@@ -219,7 +219,7 @@ def import_library() -> None:
     import surgery.report.figures.costs
     import surgery.report.figures.curves
     import surgery.report.figures.heatmaps
-    import surgery.reproduce.analysis
+    import surgery.run.analysis
     import surgery.run.dry_run
     import surgery.run.pipeline
     import surgery.run.pretrain  # noqa: F401

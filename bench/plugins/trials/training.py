@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.ranking import choice_likelihoods, query_batches
 from surgery.errors import TrainingDiverged
 from surgery.locate.methods import Candidates
 from surgery.models.lookup import geometry_of
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document, rng_of
 from surgery.recipe.objectives import OBJECTIVES
-from surgery.scoring.ranking import choice_likelihoods, query_batches
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.train.losses import answer_loss, attention_loss

@@ -50,6 +50,8 @@ from bench.common import (
 )
 from bench.studies.lengths.prompts import CONDITIONS, LongDictionary, prompt
 from bench.studies.site_selection.tables import fill
+from surgery.data.choice_scores import arguments
+from surgery.data.ranking import choice_scores, query_batches
 from surgery.files.atomic import fingerprint, read_json
 from surgery.models.cache import cache_tensors
 from surgery.models.loading import load_model, load_tokenizer
@@ -71,8 +73,6 @@ from surgery.report.figures.canvas import (
     style,
 )
 from surgery.report.figures.canvas import save as save_figure
-from surgery.scoring.choices import arguments
-from surgery.scoring.ranking import choice_scores, query_batches
 from surgery.splice.graft import splice_model
 from surgery.stats import wilson
 from surgery.train.training import train_model

@@ -25,10 +25,10 @@ from bench.common import ROOT, load, markdown_table, parser, quiet_on_one_thread
 from bench.plugins.redundancy import ablate_sets
 from bench.studies.site_selection.tables import fill
 from surgery.evaluate.evaluation import evaluate_model
-from surgery.interventions.ablation import Ablation
-from surgery.interventions.alterations import altered
+from surgery.locate.ablation import Ablation
 from surgery.locate.batches import PromptBatches
 from surgery.locate.locating import locate_heads
+from surgery.models.alterations import altered
 from surgery.models.lookup import family_of
 from surgery.recipe import Evaluate, Locate, Splice
 from surgery.types import HeadId, HeadSet

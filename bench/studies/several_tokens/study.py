@@ -24,12 +24,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import SHIPPED, load, parser, quiet_on_one_thread, spliced_at
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.generation import exact_answers
 from surgery.data.user import read_documents
 from surgery.probes.documents import Document, Split
 from surgery.probes.words import key_words
 from surgery.recipe import Data, Source, Train
 from surgery.recipe.objectives import OBJECTIVES
-from surgery.scoring.generation import exact_answers
 from surgery.train.micro_batches import Counts
 from surgery.train.targets import Targets
 from surgery.train.trainer import StageTrainer

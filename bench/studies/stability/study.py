@@ -24,12 +24,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import RUNS, SHIPPED, load, parser, save
 from surgery.data.encoding import encode
+from surgery.data.ranking import ChoiceScores
 from surgery.locate.ablation_sweep import READS, Variant, ablate, change_at_query
 from surgery.locate.clean_run import run_clean
 from surgery.models.lookup import family_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.scoring.ranking import ChoiceScores
 from surgery.stats import bootstrap_mean
 
 SPLITS = 40  # random halves of each seed's prompts

@@ -35,6 +35,7 @@ from bench.common import (
 from bench.studies.experiment import in_short_chunks
 from bench.studies.site_selection.arms import Budget
 from surgery.data.encoding import encode
+from surgery.data.ranking import answer_choices
 from surgery.files.atomic import read_json
 from surgery.models.lookup import geometry_of
 from surgery.probes.documents import rng_of
@@ -42,7 +43,6 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Splice, Train, Weights
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.run.evaluate_stage import versions
-from surgery.scoring.ranking import answer_choices
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.stats import mcnemar

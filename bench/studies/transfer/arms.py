@@ -39,12 +39,12 @@ from bench.studies.site_selection.arms import Arm, Budget
 from bench.studies.site_selection.train import prepared
 from bench.studies.transfer.study import Task, line, measured, tasks
 from surgery.data.encoding import encode
+from surgery.data.ranking import answer_choices
 from surgery.files.atomic import fingerprint, read_json, write_json
 from surgery.locate.locating import locate_heads
 from surgery.models.loading import revision_of
 from surgery.probes.documents import rng_of
 from surgery.recipe import Base, Locate, Source, Splice, Train, Weights
-from surgery.scoring.ranking import answer_choices
 from surgery.stats import holm, mcnemar
 from surgery.train.targets import Targets
 from surgery.train.trainer import StageTrainer

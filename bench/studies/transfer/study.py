@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import CHECKPOINTS, FAR, RUNS, load, parser, save
 from surgery.data.encoding import encode
+from surgery.data.ranking import ChoiceScores, answer_choices
 from surgery.errors import PlanError
 from surgery.locate.ablation_sweep import READS, Variant, change_at_query
 from surgery.locate.clean_run import run_clean
@@ -36,7 +37,6 @@ from surgery.probes.knowledge import LETTERS, letter_choice
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.phonebook import Phonebook
 from surgery.probes.registry import PROBES, Options, Probe
-from surgery.scoring.ranking import ChoiceScores, answer_choices
 from surgery.stats import bootstrap_mean, mcnemar, wilson
 from surgery.types import HeadSet, Interval, Reads, head_set_from_json
 

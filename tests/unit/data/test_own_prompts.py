@@ -12,9 +12,9 @@ import torch
 
 from surgery.data.documents import is_held_out
 from surgery.data.own_prompts import own_batches, own_prompts
+from surgery.data.ranking import ranked
 from surgery.errors import DataError
 from surgery.recipe import Data
-from surgery.scoring.ranking import ranked
 from tests.support.pico import pico_base, pico_tokenizer
 
 ROWS = [{"prompt": f"a:{n}\nb:{n + 1}\nThe value of b is", "answer": str(n + 1)} for n in range(20, 60, 2)]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from surgery.data.generation import ExactAnswers
+from surgery.data.ranking import LARGEST
 from surgery.errors import ModelError, RunError
 from surgery.evaluate.evaluation import compare_arms, evaluate_model, mark_seen
 from surgery.evaluate.held_out import examples_of, side_by_side
@@ -15,8 +17,6 @@ from surgery.evaluate.prompts import make_prompts
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate, Train
 from surgery.report.results import cell_of, entries, label_of
-from surgery.scoring.generation import ExactAnswers
-from surgery.scoring.ranking import LARGEST
 from tests.support.errors import NO_MEMORY, failing
 from tests.support.pico import pico_base, pico_tokenizer
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from surgery.data.encoding import encode
-from surgery.interventions.ablation import Ablation, fill_values, token_mask
-from surgery.interventions.hooks import record
-from surgery.interventions.shared_states import reading
+from surgery.data.ranking import ChoiceScores, choice_scores
 from surgery.locate import ablation_sweep
+from surgery.locate.ablation import Ablation, fill_values, token_mask
 from surgery.locate.ablation_sweep import (
     READS,
     Variant,
@@ -28,12 +27,13 @@ from surgery.locate.ablation_sweep import (
 from surgery.locate.batches import PromptBatches, counterfactuals
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.methods import METHODS, LocateBatch
+from surgery.models.hooks import record
 from surgery.models.lookup import family_of, mixer_of, structure_of
+from surgery.models.shared_states import reading
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate
-from surgery.scoring.ranking import ChoiceScores, choice_scores
 from surgery.types import HeadId, MixerSpec
 from tests.support.battery import base, mixers, trained
 from tests.support.cases import each as each_case

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from surgery.data.choice_scores import row_bytes
 from surgery.locate.clean_run import run_clean
-from surgery.scoring.choices import row_bytes
 from tests.support.long_choices import long_prompts
 from tests.support.pico import pico_family, prompts
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.data.encoding import EncodedBatch, encode
-from surgery.interventions.hooks import record
 from surgery.locate.hidden_attention import Shares, numpy_of, observe_patterns, prompt_attention
+from surgery.models.hooks import record
 from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, rng_of

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from surgery.data.encoding import encode
-from surgery.interventions.ablation import Ablation
-from surgery.interventions.hooks import hooked, record
-from surgery.interventions.oracle_read import OracleRead, intervene
+from surgery.data.ranking import answer_choices
+from surgery.locate.ablation import Ablation
 from surgery.locate.ablation_sweep import Variant, ablate, change_at_query, changes_by_mixer
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.locating import locate_heads
+from surgery.models.hooks import hooked, record
 from surgery.models.lookup import mixer_of, structure_of
+from surgery.models.oracle_read import OracleRead, intervene
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate, Splice
-from surgery.scoring.ranking import answer_choices
 from surgery.types import HeadId
 from tests.support.long_choices import Change, digit_tokenizer, long_prompts, margins, unpadded, whole_passes
 from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, random_site

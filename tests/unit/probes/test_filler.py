@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from surgery.data.encoding import encode
 from surgery.data.generated import maker
+from surgery.data.ranking import answer_choices
 from surgery.errors import ProbeError
 from surgery.evaluate.evaluation import evaluate_model
 from surgery.evaluate.prompts import make_prompts
@@ -21,7 +22,6 @@ from surgery.probes.pairs import fillers, num_values, numbers
 from surgery.probes.registry import PROBES, Options
 from surgery.probes.words import FILLER
 from surgery.recipe import Evaluate, EvaluationTask, Locate, Source
-from surgery.scoring.ranking import answer_choices
 from tests.support.pico import pico_base, pico_tokenizer
 
 FILLED = ("kv_retrieval", "phonebook", "json_kv", "multi_hop", "records", "key_echo", "kv_repeated")

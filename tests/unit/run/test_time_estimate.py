@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from surgery.console.tables import print_plan
+from surgery.commands.tables import print_plan
 from surgery.recipe import Recipe, check_recipe
 from surgery.run import time_estimate
 from surgery.run.dry_run import dry_run

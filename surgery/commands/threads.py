@@ -1,0 +1,77 @@
+"""Choose how many threads a command computes with, from the cores that are free."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from surgery.commands.progress import say
+
+SAMPLE = 0.2  # seconds over which the use of the cores is measured
+
+
+def use_free_cores() -> None:
+    """Set the number of threads to that of the free cores, and print it if it is lower than that of all cores.
+
+    OpenMP threads wait for each other, so a thread without a core of its own delays all others. Call it before torch is
+    imported: OpenMP, MKL and the processes that a command starts read the number from OMP_NUM_THREADS. Changes nothing
+    if the user has set a number, or if torch is imported, since its number is then the caller's.
+    """
+    if "torch" in sys.modules or {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        return
+    cores, ranks = psutil.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    # The average over a minute counts neither the other ranks, which start now too, nor a job that has just begun. It
+    # still counts one that has just ended, such as the command before this one.
+    busy = psutil.getloadavg()[0] if ranks > 1 else psutil.cpu_percent(SAMPLE) / 100 * cores
+    threads = free_threads(cores, allowed, cpu_quota(), busy, ranks)
+    if threads >= (psutil.cpu_count(logical=False) or cores):  # torch starts at most one thread for each core
+        return
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if os.environ.get("RANK", "0") == "0":
+        say("threads", f"{threads} on {cores} cores, of which others use {busy:.1f}. Set OMP_NUM_THREADS to change it.")
+
+
+def free_threads(cores: int, allowed: int, quota: float | None, busy: float, ranks: int) -> int:
+    """Return the number of threads of one process, at least 1.
+
+    Args:
+        cores: cores of the machine.
+        allowed: how many of them the process may run on.
+        quota: CPU seconds a second that its container may use; None if there is no limit.
+        busy: cores that other processes use.
+        ranks: processes of this run on the machine.
+    """
+    free = min(allowed, round(cores - busy), cores if quota is None else int(quota))
+    return max(1, free // ranks)
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Return the CPU seconds a second that the control groups of this process may use, or None if there is no limit."""
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return None
+    return min((quota for line in lines for quota in _quotas(root, *line.split(":", 2)[1:])), default=None)
+
+
+def _quotas(root: Path, controllers: str, path: str) -> Iterator[float]:
+    """The limits of a group and of those that contain it. A container may see the outermost one alone, at `root`."""
+    if controllers and "cpu" not in controllers.split(","):
+        return
+    folder = root / "cpu" if controllers else root  # version 1 of control groups, else version 2
+    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+    group = folder / path.strip("/")
+    for place in (group, *group.parents):
+        if not place.is_relative_to(folder):
+            return
+        try:
+            quota, period = " ".join((place / file).read_text(encoding="ascii") for file in files).split()
+        except (OSError, ValueError):  # it has no limit of its own, or is not visible here
+            continue
+        if quota not in ("max", "-1"):
+            yield int(quota) / int(period)

@@ -1,1 +1,0 @@
-"""Print progress and tables in a terminal."""

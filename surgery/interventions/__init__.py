@@ -1,1 +1,0 @@
-"""Change a running model: hooks, ablation, oracle reads, scaled heads."""

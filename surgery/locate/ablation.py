@@ -1,0 +1,122 @@
+"""Ablate heads at chosen tokens: replace their outputs by zeros, by their mean, or by those on another prompt.
+
+A head contributes through its block of columns of `out_proj`. Ablation replaces the input of this block.
+
+Shape legend: B prompts, T tokens, I inner width (H heads of P), W variants folded into the batch, variant-major.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.data.encoding import EncodedBatch
+from surgery.models.hooks import hooked
+from surgery.models.lookup import mixer_of, structure_of
+from surgery.types import Fill, MixerSpec, Where
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Tokens at which a head is ablated, and the replacement of its output.
+
+    Attributes:
+        where: tokens relative to the prompt's last question; see `token_mask`.
+        fill: replacement; see `fill_values`.
+    """
+
+    where: Where = "everywhere"
+    fill: Fill = "zero"
+
+
+def token_mask(batch: EncodedBatch, where: Where) -> Tensor:
+    """Select tokens by their role in the last question of each prompt.
+
+    Args:
+        batch: left-padded prompts that end at the query.
+        where: `everywhere`, `query` (the last token), `context` (all others), `segment` (the whole gold segment), or a
+            position of the batch such as `segment_end`. A prompt without this position (-1) selects nothing.
+
+    Returns:
+        (B,T) bool
+    """
+    B, T = batch.input_ids.shape
+    place_T = torch.arange(T, device=batch.input_ids.device)
+    if where == "everywhere":
+        return torch.ones(B, T, dtype=torch.bool, device=place_T.device)
+    if where in ("query", "context"):
+        return ((place_T == T - 1) == (where == "query")).expand(B, T)
+    last = (batch.gold >= 0).sum(1).clamp(min=1) - 1
+    rows = torch.arange(B, device=place_T.device)
+    if where == "segment":
+        start, end = (x[rows, last][:, None] for x in (batch.segment_start, batch.segment_end))
+        return (start >= 0) & (place_T >= start) & (place_T <= end)
+    return place_T == getattr(batch, where)[rows, last][:, None]
+
+
+def fill_values(u_BTI: Tensor, batch: EncodedBatch, fill: Fill) -> Tensor | None:
+    """Compute the replacement for the outputs of ablated heads.
+
+    Prompts end at the query, so the same column has the same distance from it in all prompts.
+
+    Args:
+        u_BTI: clean outputs of the heads.
+        fill: `mean` is over the prompts of the batch that have a token at this place. `resample` takes the next prompt
+            that has one, or the prompt itself if no other has.
+
+    Returns:
+        (B,T,I); None for zeros.
+    """
+    if fill == "zero":
+        return None
+    real_BT1 = batch.attention_mask.bool()[..., None]
+    if fill == "mean":
+        total_TI, count_T1 = (u_BTI * real_BT1).sum(0), real_BT1.sum(0).clamp(min=1)
+        return (total_TI / count_T1).to(u_BTI.dtype).expand_as(u_BTI)
+    other, is_filled = u_BTI, torch.zeros_like(real_BT1)
+    for shift in range(1, len(batch)):
+        takes = real_BT1.roll(-shift, 0) & ~is_filled
+        other, is_filled = torch.where(takes, u_BTI.roll(-shift, 0), other), is_filled | takes
+    return other
+
+
+@contextmanager
+def ablated(
+    model: PreTrainedModel,
+    specs: Sequence[MixerSpec],
+    heads: Mapping[str, Tensor],
+    tokens_BT: Tensor,
+    fills: Mapping[str, Tensor | None],
+) -> Iterator[None]:
+    """Ablate heads in the forward pass inside the context.
+
+    Args:
+        heads: by `MixerSpec.name`, (W,H) bool: heads to ablate in each variant.
+        tokens_BT: bool, tokens at which to ablate them.
+        fills: by `MixerSpec.name`, (B,T,I) from `fill_values`; None for zeros.
+
+    Raises:
+        ModelError: a mixer's `out_proj` was not called as a module.
+    """
+    with hooked(model, specs) as hooks:
+        for spec in specs:
+            if spec.name in heads:
+                out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
+                change = partial(_replace, heads[spec.name], tokens_BT, fills.get(spec.name))
+                hooks.before(spec.layer, f"{spec.name} out_proj", out_proj, change)
+        yield
+
+
+def _replace(heads_WH: Tensor, tokens_BT: Tensor, fill_BTI: Tensor | None, args: tuple) -> tuple:
+    """Replace heads of (W*B,T,I)."""
+    W, H = heads_WH.shape
+    u_WBTHP = args[0].unflatten(0, (W, -1)).unflatten(-1, (H, -1))
+    mask_WBTH = heads_WH[:, None, None] & tokens_BT[None, :, :, None]
+    values = 0 if fill_BTI is None else fill_BTI.unflatten(-1, (H, -1)).to(u_WBTHP.dtype)
+    return (torch.where(mask_WBTH[..., None], values, u_WBTHP).flatten(3).flatten(0, 1), *args[1:])

@@ -1,1 +1,0 @@
-"""Reproduce the procedures of the Gather-and-Aggregate paper (arXiv 2504.18574): score a model with parts removed."""

@@ -1,0 +1,305 @@
+"""Write a recipe from what was measured on a base. Every choice has its reason as a comment."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from surgery import __version__
+from surgery.models.lookup import family_of
+from surgery.recipe import check_recipe
+from surgery.recipe.optimizer import RATES, rates
+from surgery.recipe.public import public_name
+from surgery.run.commented_yaml import Path as Place
+from surgery.run.commented_yaml import commented_yaml
+from surgery.run.dry_run import dry_run
+from surgery.run.machine import GIB
+from surgery.run.measuring import Findings
+from surgery.run.probing import ADJACENT, EASY, FAR, HARD, Say, two_digits
+from surgery.run.settings import is_large, num_steps
+
+_AT_QUERY = ["query", "patching", "sharpen"]  # one decode step per head and column
+_ARMS = 4  # of an evaluation: base, control, hybrid without its new heads, hybrid
+_MINUTES = {"locate": 5, "evaluate": 10}  # aimed at
+_STEP = 1.2  # cost of a token in a decode step, compared with one in a full pass (paper/LOG.md, 2026-11-23)
+_WIDE = 32  # channels of a state from which copies are not widened (paper/LOG.md, 2026-11-23)
+_SHARE_OF_MEMORY = 0.8
+_PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pairs
+_MOST = 3  # accuracies to list in a comment
+
+
+class _Draft:
+    """A recipe as plain data, and the comments of its values."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {}
+        self.comments: dict[Place, str] = {}
+
+    def set(self, key: str, value: Any, why: str = "") -> None:
+        """Set a value by its dotted key."""
+        *parents, last = key.split(".")
+        section = self.data
+        for part in parents:
+            section = section.setdefault(part, {})
+        section[last] = value
+        self.explain(tuple(key.split(".")), why)
+
+    def explain(self, place: Place, why: str) -> None:
+        """Set the comment of a value, unless it is empty."""
+        if why:
+            self.comments[place] = why
+
+
+def write_recipe(found: Findings, say: Say) -> str:
+    """Write a recipe as YAML with comments.
+
+    Args:
+        found: from `measure_base`.
+        say: called with a line for each slow step.
+
+    Raises:
+        RecipeError: the values do not fit together, which is a fault of this library.
+    """
+    draft = _Draft()
+    draft.set("name", recipe_name(found.base.model))
+    draft.set("seed", 0)
+    width = 2 if is_large(found.parameters) else 4
+    size, unit = (GIB, "GiB") if found.parameters * width > GIB / 10 else (GIB / 1024, "MiB")
+    shown = found.base.model_dump(mode="json", exclude_defaults=True)
+    draft.set("base", shown, f"{found.base.dtype}: {found.parameters * width / size:.1f} {unit} of weights.")
+    _locate(draft, found)
+    _splice(draft, found)
+    _train(draft, found)
+    _evaluate(draft, found)
+    if is_large(found.parameters):
+        draft.set("export", {"dtype": "bfloat16"})
+    why = "Read by --dry-run alone. A run uses every GPU that its launcher starts, or the CPU."
+    hardware = {"gpu": found.machine.name, "memory_gib": found.machine.memory_gib}
+    hardware |= {"count": found.machine.count} if found.machine.count > 1 else {}
+    draft.set("hardware", hardware, f"Found here. {why}")
+    if not found.is_small:
+        _fit_memory(draft, found, say)
+    check_recipe(draft.data)
+    head = [part for line in _head(found) for part in textwrap.wrap(line, 116, subsequent_indent="  ") or [""]]
+    return commented_yaml(draft.data, draft.comments, head)
+
+
+def recipe_name(model: str) -> str:
+    """Name a recipe after its base."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", public_name(model).split("/")[-1]).lstrip("._-")[:100]
+    return name or "hybrid"
+
+
+def _head(found: Findings) -> list[str]:
+    mixers = family_of(found.config).mixers(found.config)
+    size = f"{found.parameters:,} weights, {found.heads} heads in {len(mixers)} layers"
+    lines = [
+        f"Recipe for {found.base.model}, written by `surgery init` of version {__version__}. It runs unchanged:",
+        "",
+        "  surgery run THIS_FILE",
+        "",
+        f"The base: {found.config.model_type}, {size}.",
+    ]
+    shares, pairs = found.screening.shares, found.screening.pairs
+    unusable = [f"- {form}: not possible. {reason}" for form, reason in found.screening.unusable.items()]
+    if found.share is not None:
+        tried = "; ".join(f"{form} {two_digits(share.accuracy)}" for form, share in shares.items())
+        lines += [f"Accuracy by format, with {pairs} pairs: {tried}.", *unusable]
+    else:
+        lines += [
+            "",
+            "THE BASE IS AT CHANCE: it retrieves in no format that was tried, so its heads cannot be told apart. "
+            "A head is chosen at random, and training may or may not teach it. Tried:",
+            *(
+                f"- {form}, {pairs} pairs: {share}, guesses {two_digits(share.chance)}"
+                for form, share in shares.items()
+            ),
+            *unusable,
+            "What to try: train the base longer, or use a larger one. Pass your data with --data. Locate on prompts of "
+            "your own that the base can answer (locate.data). List heads that you know (splice.select: list).",
+        ]
+    if found.perplexity >= found.config.vocab_size:
+        lines.append(
+            f"Perplexity of simple English sentences: {found.perplexity:.3g}, with {found.config.vocab_size} tokens to "
+            "choose from. The base looks untrained, or the tokenizer is that of another model."
+        )
+    return lines
+
+
+def _locate(draft: _Draft, found: Findings) -> None:
+    section: dict[str, Any] = {"task": found.form.task, "pairs": found.pairs, **found.form.keys}
+    if found.form.task == ADJACENT.task:
+        del section["task"]
+    batch_size = min(found.batch_size, 32)
+    examples, methods, why = _prompts_to_locate(found)
+    for key, value in section.items():
+        draft.set(f"locate.{key}", value)
+    draft.explain(("locate", next(iter(section))), _why_pairs(found))
+    if methods:
+        draft.set("locate.methods", methods)
+    draft.set("locate.examples", examples, why)
+    speeds = ", ".join(f"{size}: {speed:.0f}" for size, speed in found.speeds.items())
+    draft.set("locate.batch_size", batch_size, f"Prompts a second by batch size: {speeds}.")
+
+
+def _why_pairs(found: Findings) -> str:
+    if found.share is None:
+        return "No number of pairs tells heads apart in this base."
+    others = sorted(found.ladder, key=lambda n: abs(n - found.pairs))[1 : _MOST + 1]
+    measured = ", ".join(f"{two_digits(found.ladder[n])} of {n}" for n in sorted(others))
+    text = f"{found.form}. {found.pairs} pairs: the base answers {found.share}"
+    text += f" ({measured})." if measured else "."
+    if found.share.accuracy > EASY:
+        return f"{text} No number of pairs that was tried is harder."
+    if found.share.accuracy < HARD:
+        return f"{text} No number of pairs that was tried comes closer to .80."
+    return text
+
+
+def _prompts_to_locate(found: Findings) -> tuple[int, list[str], str]:
+    """Choose the number of prompts and the methods by the time that they take: the number, the methods, the reason."""
+    if found.share is None:
+        return 16, _AT_QUERY, "Few: the scores choose no head here."
+    second = found.tokens / found.tokens_per_second  # of a pass
+    full, steps = found.heads / 2, found.heads / 2 * _STEP / found.tokens  # passes of one column, half of the layers
+    budget = _MINUTES["locate"] * 60 / second
+    for methods, passes in (([], 4 + 2 * full + 4 * steps), (_AT_QUERY, 3 + 4 * steps)):
+        for examples in (128, 64, 32):
+            if examples * passes <= budget:
+                return examples, methods, f"About {_minutes(examples * passes * second)} at the measured speed."
+    return 16, _AT_QUERY, f"Few: about {_minutes(16 * passes * second)} at the measured speed."
+
+
+def _minutes(seconds: float) -> str:
+    return f"{max(1, round(seconds))} s" if seconds < 100 else f"{round(seconds / 60)} minutes"
+
+
+def _splice(draft: _Draft, found: Findings) -> None:
+    if found.share is None or found.share.accuracy > 0.99:
+        state = "chance" if found.share is None else "ceiling"
+        draft.set("splice.select", "random", f"The base is at {state}: no ranking of its heads means anything.")
+    width = max(spec.state_size for spec in family_of(found.config).sites(found.config))
+    if width >= _WIDE:
+        why = f"A state of {width} channels: wider copies gained nothing from {_WIDE} on, where that was measured."
+        draft.set("splice.min_width", None, why)
+    draft.set(
+        "splice.num_heads", 1, "One head to begin with. Compare: surgery sweep THIS_FILE splice.num_heads=0,1,2,4"
+    )
+
+
+def _train(draft: _Draft, found: Findings) -> None:
+    only_heads = is_large(found.parameters)
+    steps, why = num_steps(found.parameters, only_heads), "of the recipes for this size"
+    slow = not found.is_small and not found.machine.on_gpu
+    if slow:
+        steps, why = min(steps, 100), "as on CPUs, where steps are slow"
+    elif found.is_small:
+        why = "that the shipped bases needed"
+    draft.set("train.steps", steps, f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
+    if only_heads:
+        draft.set(
+            "train.trainable", "new_heads", f"{found.parameters / 1e9:.1f} billion weights: the base stays frozen."
+        )
+    if found.machine.on_gpu and found.parameters >= 1e9:
+        draft.set("train.precision", "bf16", "A GPU, and a billion weights or more.")
+    sources, reasons = _sources(found, slow)
+    draft.set("train.sources", sources)
+    for number, reason in enumerate(reasons):
+        draft.explain(("train", "sources", number), reason)
+    base_rate, heads_rate = rates(found.parameters)
+    ends = ", ".join(f"{a:g} / {b:g} at {float(f'{size / 1e6:.2g}'):,g} million" for size, a, b in RATES)
+    why = f"Rates by size, between those of the recipes: {ends} weights."
+    draft.set("train.optimizer", {"lr": base_rate, "new_heads_lr": heads_rate, "warmup": 20}, why)
+
+
+def _sources(found: Findings, slow: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """Choose the sources of training, each with its reason."""
+    rows, text_rows = (2, 2) if slow else (8, 12 if found.is_small else 8)
+    low, high = max(2, found.pairs // 2), min(2 * found.pairs, max(found.sizes))
+    retrieval: dict[str, Any] = {"task": found.form.task, "pairs": [low, high], **found.form.keys}
+    retrieval |= {"questions": 12 if found.is_small else 4, "rows": rows}
+    retrieval |= {"train_eos": True} if found.form.probe.newline_ends_answer else {}
+    retrieval["weights"] = {"answer": 2.0, "attention": 1.0}
+    sources, reasons = [], []
+    size = f"{low} to {high} pairs, half to twice as many as located." if high > low else f"{low} pairs."
+    if found.form == FAR:
+        near = {key: value for key, value in retrieval.items() if key != "filler"}
+        adjacent = max(1, rows // 4)
+        sources += [{**retrieval, "filler": [0, 12], "rows": rows - adjacent}, {**near, "rows": adjacent}]
+        reasons += [f"{size} Fewer words between than in the evaluation.", "The same pairs, adjacent."]
+    else:
+        sources.append(retrieval)
+        reasons.append(size)
+    if found.own_data is not None:
+        sources.append(found.own_data[0])
+        reasons.append(found.own_data[1])
+    if "closed_book" in found.known:
+        sources.append({"task": "closed_book", "split": 0, "rows": text_rows, "weights": {"base_kl": 1.0}})
+        sources.append({"task": "statement", "split": 0, "rows": text_rows // 2, "weights": {"base_kl": 1.0}})
+        known = found.known["closed_book"]
+        reasons += [f"Keep the facts that the base knows: {known}. The other half is never trained on.", ""]
+    sources.append({"task": "sentence", "split": 0, "rows": text_rows, "weights": {"base_kl": 1.0}})
+    reasons.append("Keep the base's language. The other half of the sentences is never trained on.")
+    return sources, reasons
+
+
+def _evaluate(draft: _Draft, found: Findings) -> None:
+    tasks: list[dict[str, Any]] = [{"task": found.form.task, "pairs": list(found.sizes), **found.form.keys}]
+    reasons = ["Half to four times as many pairs as located: twice as many are trained on, at most."]
+    others = {form: share for form, share in found.screening.able.items() if form != found.form}
+    if found.form == FAR:
+        others.pop(ADJACENT, None)
+        twice = found.sizes[min(2, len(found.sizes) - 1)]
+        tasks.append({"task": ADJACENT.task, "pairs": [twice], "name": "adjacent_pairs"})
+        reasons.append("")
+    for form, share in others.items():
+        name = {"name": "apart"} if form == FAR else {"name": "adjacent_pairs"} if form == ADJACENT else {}
+        tasks.append({"task": form.task, "pairs": [found.screening.pairs], **form.keys, **name})
+        reasons.append(f"Never trained on here. The base answers {share}.")
+    for task, share in found.known.items():
+        tasks.append({"task": task})
+        reasons.append(f"The base answers {share}.")
+    tasks.append({"task": "perplexity"})
+    reasons.append(f"Of sentences: {found.perplexity:.3g} before training.")
+    tokens = sum(found.tokens_of(n) for task in tasks for n in task.get("pairs", (_PAIRS_OF_UNSIZED,)))
+    seconds = [(n, n * tokens * _ARMS / found.tokens_per_second) for n in (200, 100, 50, 32)]
+    examples, time = next((pair for pair in seconds if pair[1] <= _MINUTES["evaluate"] * 60), seconds[-1])
+    draft.set("evaluate.tasks", [task["task"] if len(task) == 1 else task for task in tasks])
+    for number, reason in enumerate(reasons):
+        draft.explain(("evaluate", "tasks", number), reason)
+    why = f"Of each size. All models together: about {_minutes(time)} at the measured speed."
+    draft.set("evaluate.examples", examples, why)
+    draft.set("evaluate.sentences", examples)
+    draft.set("evaluate.batch_size", found.batch_size)
+
+
+def _fit_memory(draft: _Draft, found: Findings, say: Say) -> None:
+    """Reduce the memory of training until it fits, by the estimate of `--dry-run`."""
+    room = found.machine.memory * _SHARE_OF_MEMORY
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"micro_batch": 2}, "Smaller steps do not fit otherwise."),
+        ({"micro_batch": 1, "gradient_checkpointing": True}, "Larger ones do not fit."),
+        ({"trainable": "new_heads"}, "Training all weights does not fit."),
+    )
+    section = draft.data["train"]
+    measured = _estimate(draft.data)
+    for more, reason in changes:
+        if measured <= room:
+            break
+        for key, value in more.items():
+            section[key] = value
+            draft.explain(("train", key), reason)
+        measured = _estimate(draft.data)
+    say(f"memory of training: about {measured / GIB:.1f} of {found.machine.memory_gib:g} GiB")
+    draft.explain(("train", "steps"), f"{draft.comments['train', 'steps']} Memory: about {measured / GIB:.1f} GiB.")
+
+
+def _estimate(data: dict[str, Any]) -> int:
+    """Estimate the bytes of memory of a training step."""
+    recipe = check_recipe(data)
+    with TemporaryDirectory() as folder:
+        total: int = dry_run(recipe, Path(folder) / "run")["memory"]["total"]
+    return total

@@ -1,0 +1,268 @@
+"""Measure what a base can retrieve: in which format, and from how many pairs.
+
+Every accuracy is a share of few seeded prompts of the evaluation split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.data.offsets import tokenized
+from surgery.data.ranking import query_batches, ranked
+from surgery.errors import ProbeError
+from surgery.probes.documents import Document
+from surgery.probes.registry import PROBES, Options, Probe, prompts_of
+
+Say = Callable[[str], None]
+EASY, HARD, AIM = 0.95, 0.60, 0.80  # accuracies between which heads can be told apart, and the one to come close to
+LEAST, START = 2, 8  # pairs
+_BY_CHANCE = 1e-3  # largest probability that guesses are right as often
+_TRIES = 8  # numbers of pairs to measure
+
+
+@dataclass(frozen=True)
+class Format:
+    """A text to retrieve from: a probe with its options.
+
+    Attributes:
+        task: name of the probe.
+        filler, value_digits: as in `Options`.
+    """
+
+    task: str
+    filler: tuple[int, int] | None = None
+    value_digits: tuple[int, int] | None = None
+
+    @property
+    def probe(self) -> Probe:
+        """The probe that generates the prompts."""
+        return PROBES[self.task]
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Keys of a recipe besides `task`."""
+        keys = {"filler": self.filler, "value_digits": self.value_digits}
+        return {key: list(value) for key, value in keys.items() if value is not None}
+
+    def __str__(self) -> str:
+        apart = f" with {self.filler[0]} to {self.filler[1]} words between key and value" if self.filler else ""
+        digits = f" with {self.value_digits[0]} to {self.value_digits[1]} digits" if self.value_digits else ""
+        return f"{self.task}{apart}{digits}"
+
+    def options(self, pairs: int, tokenizer: PreTrainedTokenizerBase) -> Options:
+        """Sizes of one prompt."""
+        return Options(pairs=pairs, filler=self.filler, value_digits=self.value_digits, tokenizer=tokenizer)
+
+
+# From the most to the least preferred. Pairs apart test retrieval itself: adjacent ones fit into a short convolution.
+FAR, ADJACENT = Format("kv_retrieval", filler=(0, 20)), Format("kv_retrieval")
+FORMATS = (
+    FAR,
+    ADJACENT,
+    Format("phonebook", value_digits=(2, 6)),
+    Format("records"),
+    Format("json_kv", value_digits=(2, 4)),
+    Format("mqar"),
+)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Prompts that a model answers.
+
+    Attributes:
+        right, prompts: number of right answers, and of prompts.
+        chance: share of guesses that are right.
+    """
+
+    right: int
+    prompts: int
+    chance: float
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers."""
+        return self.right / self.prompts
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether guesses would hardly ever be right as often (binomial, p < 0.001)."""
+        from scipy.stats import binom  # slow to import
+
+        return bool(binom.sf(self.right - 1, self.prompts, self.chance) < _BY_CHANCE)
+
+    def __str__(self) -> str:
+        return f"{two_digits(self.accuracy)} of {self.prompts} prompts"
+
+
+def two_digits(share: float) -> str:
+    """Write a share as .81 or 1.00."""
+    return f"{share:.2f}".removeprefix("0")
+
+
+@dataclass
+class Prober:
+    """Score a base on few prompts.
+
+    Attributes:
+        batch_size: prompts of one forward pass.
+        context: maximum tokens of the model; no limit if None.
+        say: called with a line for each measurement.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    batch_size: int
+    say: Say
+    context: int | None = None
+    shares: dict[tuple[Format, int], Share] = field(default_factory=dict)
+
+    def documents(self, form: Format, pairs: int, count: int) -> list[Document]:
+        """Generate prompts of a format.
+
+        Raises:
+            ProbeError: the format has no such number of pairs, or is longer than the model's context.
+        """
+        low, high = form.probe.pairs or (pairs, pairs)
+        if not low <= pairs <= high:
+            raise ProbeError("pairs", pairs, f"{form.task} takes {low} to {high}.")
+        documents = prompts_of(form.probe, "init", 0, count, form.options(pairs, self.tokenizer))
+        longest = max(documents, key=lambda document: len(document.text))
+        tokens = len(tokenized(self.tokenizer, [longest.text])[0].ids)
+        if self.context is not None and tokens > self.context:
+            raise ProbeError("pairs", pairs, f"{tokens} tokens are more than the model's context of {self.context}.")
+        return documents
+
+    def share(self, form: Format, pairs: int, count: int) -> Share:
+        """Score one format. The result is remembered.
+
+        Raises:
+            ProbeError: as `documents`, or the tokenizer cannot distinguish the choices.
+        """
+        if (form, pairs) not in self.shares:
+            share = self.answered(self.documents(form, pairs, count))
+            self.shares[form, pairs] = share
+            self.say(f"{form}: {pairs} pairs, {share}")
+        return self.shares[form, pairs]
+
+    def answered(self, documents: Sequence[Document]) -> Share:
+        """Rank the choices of these documents."""
+        correct = ranked(self.model, query_batches(documents, self.tokenizer, self.batch_size)).correct
+        chance = sum(1 / len(document.questions[-1].choices) for document in documents) / len(documents)
+        return Share(int(correct.sum()), len(documents), chance)
+
+
+@dataclass(frozen=True)
+class Screening:
+    """Formats that were tried.
+
+    Attributes:
+        shares: by format, of the last number of pairs that was tried.
+        pairs: that number of pairs.
+        unusable: by format, the reason why the tokenizer or the model cannot use it.
+    """
+
+    shares: Mapping[Format, Share]
+    pairs: int
+    unusable: Mapping[Format, str]
+
+    @property
+    def able(self) -> dict[Format, Share]:
+        """Formats that are answered above chance."""
+        return {form: share for form, share in self.shares.items() if share.above_chance}
+
+    @property
+    def best(self) -> Format | None:
+        """The first format that is at most .10 below the best; None if the base is at chance in all."""
+        top = max((share.accuracy for share in self.able.values()), default=0.0)
+        return next((form for form, share in self.able.items() if share.accuracy >= top - 0.1), None)
+
+
+def screen(prober: Prober, count: int, formats: Iterable[Format] = FORMATS) -> Screening:
+    """Try every format with 8 pairs and, if the base is at chance in all, with 3."""
+    usable, unusable = tuple(formats), dict[Format, str]()
+    for pairs, prompts in ((START, count), (LEAST + 1, 2 * count)):
+        shares = {}
+        for form in usable:
+            try:
+                shares[form] = prober.share(form, pairs, prompts)
+                unusable.pop(form, None)
+            except ProbeError as error:
+                unusable[form] = str(error)
+        result = Screening(shares, pairs, unusable)
+        if result.best is not None:
+            break
+    return result
+
+
+def find_pairs(accuracy: Callable[[int], float], most: int = 100) -> tuple[int, dict[int, float]]:
+    """Find a number of pairs that a base answers in .60 to .95 of the prompts, as close to .80 as few tries come.
+
+    Doubles or halves the number from 8 until the accuracy crosses .80, then bisects between a number that is too easy
+    and one that is too hard.
+
+    Args:
+        accuracy: measures a number of pairs. Raises ProbeError for a number that cannot be measured.
+        most: largest number.
+
+    Returns:
+        The number, and all accuracies by number of pairs. If none is in the range, that with the closest accuracy.
+
+    Raises:
+        ProbeError: not even the smallest number can be measured.
+    """
+    measured: dict[int, float] = {}
+    too_many = most + 1
+
+    def measure(pairs: int) -> float | None:
+        """Measure a number of pairs; None if there is no such number."""
+        nonlocal too_many
+        try:
+            measured[pairs] = accuracy(pairs)
+        except ProbeError:
+            if pairs <= LEAST:
+                raise
+            too_many = min(too_many, pairs)
+            return None
+        return measured[pairs]
+
+    pairs = START
+    while True:
+        value = measure(pairs)
+        upward = value is not None and value > AIM
+        following = min(2 * pairs, too_many - 1) if upward else max(pairs // 2, LEAST)
+        if following in measured or following >= too_many:
+            break
+        pairs = following
+    while len(measured) < _TRIES and not any(HARD <= value <= EASY for value in measured.values()):
+        easy = max((n for n, value in measured.items() if value > EASY), default=LEAST)
+        hard = min((n for n, value in measured.items() if value < HARD and n > easy), default=too_many)
+        middle = round(math.sqrt(easy * hard))
+        if not easy < middle < hard or middle in measured:
+            break
+        measure(middle)
+
+    def distance(pairs: int) -> tuple[float, int]:
+        """Distance from the aim; of equal ones, the most pairs if they are too easy, otherwise the fewest."""
+        value = measured[pairs]
+        return abs(value - AIM), -pairs if value > AIM else pairs
+
+    return min(measured, key=distance), measured
+
+
+def known_tasks(prober: Prober, names: Sequence[str], count: int) -> dict[str, Share]:
+    """Score probes without sizes, such as closed_book. Returns those that are answered above chance."""
+    known = {}
+    for name in names:
+        fixed = PROBES[name].evaluation_set()
+        documents = list(fixed[:count]) if fixed is not None else prompts_of(PROBES[name], "init", 0, count, Options())
+        share = prober.answered(documents)
+        prober.say(f"{name}: {share}")
+        if share.above_chance:
+            known[name] = share
+    return known

@@ -1,1 +1,0 @@
-"""Score answers: by rank among choices, and by generation."""

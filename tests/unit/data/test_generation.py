@@ -1,0 +1,198 @@
+"""Greedy answers: with a cache as without, padded as alone; what counts as right."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import normalizers
+from transformers import GenerationConfig, PreTrainedModel
+
+from surgery.data.generation import ExactAnswers, check_beams, exact_answers, generate_greedy
+from surgery.data.ranking import answer_nats, perplexity
+from surgery.errors import ModelError, ProbeError
+from surgery.evaluate.evaluation import evaluate_model, p_values
+from surgery.evaluate.prompts import PromptSet
+from surgery.probes.documents import Document, Question
+from surgery.recipe import Evaluate
+from surgery.stats import wilson
+from tests.support.oracles import naive_generate_greedy
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
+from tests.support.samples import TEXT_PROMPTS
+
+END = "<|endoftext|>"
+FAMILIES = ("mamba2", "mamba", "falcon_mamba", "llamba", "zamba2", "bamba", "hybrid")
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    """Its next token depends on more than the last one."""
+    model = pico_hybrid([pico_site(1, [1, 3])], layers=2) if name == "hybrid" else pico_family(name)
+    with torch.no_grad():
+        randomise(model, 5).get_input_embeddings().weight.mul_(0.1)
+    return model.eval()
+
+
+def document(prompt: str, answer: str, end: str = END) -> Document:
+    text = prompt + answer + end
+    return Document("own", text, (Question((len(prompt), len(text)), (), -1),))
+
+
+@torch.no_grad()
+def said(model: PreTrainedModel, prompt: str, count: int) -> str:
+    """The model's own greedy text, from whole passes."""
+    row = pico_tokenizer()(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    for _ in range(count):
+        row = torch.cat([row, model(row, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return pico_tokenizer().decode(row[0, -count:])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_cache_generates_what_whole_passes_generate(name: str) -> None:
+    """Left-padded together, or each prompt alone; with a token that ends two of the rows, and without."""
+    model, batch = model_of(name), prompts()
+    free = naive_generate_greedy(model, batch, 4)
+    assert torch.equal(generate_greedy(model, batch, 4), free) and len(free.unique()) > 2
+    end = int(free[0, 1])
+    ended = generate_greedy(model, batch, 4, end)
+    assert torch.equal(ended, naive_generate_greedy(model, batch, 4, end))
+    assert ended[0].tolist() == [int(free[0, 0]), end, end, end]
+
+
+def test_settings_of_the_model_s_own_do_not_count() -> None:
+    model, batch = pico_hybrid([pico_site(1, [1, 3])], layers=2), prompts()
+    free = generate_greedy(model, batch, 4)
+    own = model.generation_config = GenerationConfig(suppress_tokens=[int(free[0, 0])], no_repeat_ngram_size=1)
+    assert torch.equal(generate_greedy(model, batch, 4), free)
+    assert model.generation_config is own
+
+
+def test_the_batch_does_not_matter() -> None:
+    model, tokenizer = pico_hybrid([pico_site(1, [1, 3])], vocab_size=1024, layers=2), pico_tokenizer()
+    documents = [document(p, said(model, p, n), end="") for p in TEXT_PROMPTS for n in (1, 2, 3)]
+    alone, together = (exact_answers(model, tokenizer, documents, size).correct for size in (1, len(documents)))
+    assert torch.equal(alone, together) and alone.any()
+
+
+class Parrot(torch.nn.Module):
+    """Stands in for a model: goes on with these tokens, whatever it is asked."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids = pico_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+    def generate(self, ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: object) -> torch.Tensor:
+        most = generation_config.max_new_tokens  # type: ignore[attr-defined]
+        new = torch.tensor([*self.ids, *[5] * most])[:most]
+        return torch.cat([ids, new.expand(len(ids), -1)], 1)
+
+
+def exact(text: str, documents: list[Document], size: int = 64, tokenizer: Any = None) -> ExactAnswers:
+    """Of a model that says this text."""
+    return exact_answers(Parrot(text), tokenizer or pico_tokenizer(), documents, size)  # type: ignore[arg-type]
+
+
+def test_right_is_the_whole_answer_and_no_more() -> None:
+    """A long answer beside it leaves room for more tokens than this one has."""
+    documents = [document("Who?\n", "42"), document("Who?\n", "the old baker of the market")]
+    for says, right in (
+        (f"42{END}", True),
+        (f" 42{END}", True),
+        (f"4{END}", False),
+        (f"42 and more{END}", False),
+        (f"42{END} and more", True),
+        (END, False),
+    ):
+        for size in (1, 2):
+            assert exact(says, documents, size).correct.tolist() == [right, False], says
+
+
+def test_without_an_end_token_what_follows_the_answer_does_not_count() -> None:
+    short, long = document("Who?\n", "42", end=""), document("Who?\n", "the old baker of the market", end="")
+    assert exact("42 and more", [short, long]).correct.tolist() == [True, False]
+    ends = exact(f"42{END} and", [document("Who?\n", "42\n", end=""), long])
+    assert ends.correct.tolist() == [True, False] and ends.generated == ["42", "42"], "a text ends at the end token"
+
+
+def test_an_answer_that_the_tokenizer_normalises_can_be_right() -> None:
+    tokenizer = copy.deepcopy(pico_tokenizer())
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    for text, correct in ((f"caf\u00e9{END}", True), (f"cafe{END}", False)):
+        assert exact(text, [document("Who?\n", "cafe\u0301")], tokenizer=tokenizer).correct.tolist() == [correct]
+
+
+def test_texts_and_first_tokens_are_kept() -> None:
+    tokenizer = pico_tokenizer()
+    documents = [document("Who?\n", answer) for answer in ("42", "421", "the old baker")]
+    first = [tokenizer(f"Who?\n{a}")["input_ids"][len(tokenizer("Who?\n")["input_ids"])] for a in ("42", "421", "the")]
+    found = exact(f" 42\n{END} and", documents)
+    assert found.wanted == ["42", "421", "the old baker"] and found.generated == [" 42\n"] * 3
+    assert found.correct.tolist() == [True, False, False]
+    assert found.first_token.tolist() == [False] * 3, "it begins with a space"
+    assert exact(f"42{END}", documents).first_token.tolist() == [token == first[0] for token in first]
+
+
+def test_the_loss_is_that_of_the_answers_tokens_alone() -> None:
+    """From whole unpadded passes, over the answer with its end."""
+    model, tokenizer = pico_hybrid([pico_site(1, [1, 3])], vocab_size=1024, layers=2).eval(), pico_tokenizer()
+    documents = [document("Who?\n", "42"), document("the old baker went to the market\n", "the miller", end="")]
+    losses = []
+    for d in documents:
+        ids = tokenizer(d.text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        begin = len(tokenizer(d.text[: d.questions[0].answer[0]], add_special_tokens=False)["input_ids"])
+        with torch.no_grad():
+            log_p = model(ids, use_cache=False).logits[0].log_softmax(-1)
+        losses += [-float(log_p[t - 1, ids[0, t]]) for t in range(begin, ids.shape[1])]
+    for size in (1, 2):
+        nats, tokens = answer_nats(model, tokenizer, documents, size)
+        assert tokens == len(losses) and nats == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    with pytest.raises(ProbeError, match="no answers"):
+        answer_nats(pico_base(vocab_size=1024, layers=1), pico_tokenizer(), [Document("texts", "one two")], 2)
+
+
+def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
+    model, tokenizer = pico_base(vocab_size=1024, layers=1), pico_tokenizer()
+    asked = [document(p, said(model, p, 1), end="") for p in TEXT_PROMPTS]
+    asked[0] = replace(document(TEXT_PROMPTS[0], " nothing of the kind", end=""))
+    plain = [Document("texts", p) for p in TEXT_PROMPTS]
+    held_out = {"rows.jsonl": asked, "texts.jsonl": plain}
+    calls: list[tuple[int, int]] = []
+    arm = evaluate_model(
+        model,
+        tokenizer,
+        Evaluate(),
+        prompts=PromptSet({}, {}, held_out),
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    correct = exact_answers(model, tokenizer, asked, 64).correct
+    interval = wilson(int(correct.sum()), len(asked))
+    entry = {"accuracy": interval.value, "low": interval.low, "high": interval.high, "n": len(asked)}
+    found = arm.summary["held_out"]["rows.jsonl"]
+    assert {key: found[key] for key in entry} == entry and found.keys() - entry.keys() == {"first_token", "loss"}
+    assert not correct[0]
+    nats, tokens = answer_nats(model, tokenizer, asked, 64)
+    assert found["loss"] == {"nats": nats, "tokens": tokens} and found["first_token"]["n"] == len(asked)
+    (examples,) = arm.examples.values()
+    assert [e.wanted.strip() == e.generated.strip() for e in examples] == correct.tolist()
+    expected = {"perplexity": perplexity(model, tokenizer, plain, 64), "n": len(plain)}
+    assert arm.summary["held_out"]["texts.jsonl"] == expected
+    assert torch.equal(arm.correct["held_out/rows.jsonl"], correct) and len(arm.correct) == 1
+    assert calls == [(1, 2), (2, 2)]
+    assert p_values({"base": arm, "other": arm}, "base")["other"] == {"held_out/rows.jsonl": 1.0}
+
+
+def test_more_beams_than_memory_are_refused_before_generation() -> None:
+    for name in ("num_beams", "num_return_sequences"):
+        model = pico_base()
+        setattr(model.generation_config, name, 10**6)
+        said = rf"generation_config\.json {name}: 1000000\. They need more .* at most \d+\."
+        with pytest.raises(ModelError, match=said) as error:
+            check_beams(model, 20, 2**30)
+        setattr(model.generation_config, name, int(error.value.hint.split()[-1].rstrip(".")))
+        check_beams(model, 20, 2**30)

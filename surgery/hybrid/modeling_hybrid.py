@@ -1226,13 +1226,14 @@ class HybridCausalLMMixin(HybridInitMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        output_attentions: bool | None = None,
         splice_queries: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> HybridCausalLMOutput | tuple:
-        """As the family's own forward; `splice_queries` and `seq_idx` as in the model without its head."""
+        """As the family's own forward; the last three arguments are as in the model without its head."""
         rows = SpliceRows(splice_queries) if splice_queries is not None else None
-        given = {"splice_queries": rows, "seq_idx": seq_idx}
+        given = {"output_attentions": output_attentions, "splice_queries": rows, "seq_idx": seq_idx}
         output = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
+
+import pytest
 
 
 def each(names: str | tuple[str, ...], values: Iterable[Any], ids: Iterable[str] = ()) -> Callable[[Any], Any]:
     """Decorate a test to run for each of these values, as `pytest.mark.parametrize` takes them, as one test.
 
-    Fixtures are shared by all cases.
+    Each case has a `tmp_path` and a `monkeypatch` of its own; all cases share the other fixtures.
 
     Args:
         names: names of the arguments, separated by commas, or a tuple of them.
@@ -26,11 +29,17 @@ def each(names: str | tuple[str, ...], values: Iterable[Any], ids: Iterable[str]
         def run_all(*args: Any, **fixtures: Any) -> None:
             for number, case in enumerate(cases):
                 given = dict(zip(arguments, case if len(arguments) > 1 else (case,), strict=True))
-                try:
-                    test(*args, **fixtures, **given)
-                except Exception as error:
-                    error.add_note(f"case: {labels[number] if labels else given}")
-                    raise
+                with ExitStack() as stack:
+                    if "tmp_path" in fixtures:
+                        given["tmp_path"] = fixtures["tmp_path"] / str(number)
+                        given["tmp_path"].mkdir()
+                    if "monkeypatch" in fixtures:
+                        given["monkeypatch"] = stack.enter_context(pytest.MonkeyPatch.context())
+                    try:
+                        test(*args, **{**fixtures, **given})
+                    except Exception as error:
+                        error.add_note(f"case: {labels[number] if labels else given}")
+                        raise
 
         signature = inspect.signature(test)
         left = [parameter for name, parameter in signature.parameters.items() if name not in arguments]

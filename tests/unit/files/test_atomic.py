@@ -22,6 +22,7 @@ from surgery.recipe import check_recipe
 from surgery.recipe.inputs import inputs_of
 from surgery.recipe.section import Section
 from surgery.run.folder import WRITTEN, RunDir
+from tests.support.cases import each
 from tests.support.processes import leftover
 
 RECIPE = "name: a\nseed: 0\nbase:\n  model: m\nlocate:\n  pairs: 8\n"
@@ -48,7 +49,7 @@ def test_write_text_makes_parents_and_replaces(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a", "a/b.txt"]
 
 
-@pytest.mark.parametrize("step", ["fsync", "replace"])
+@each("step", ["fsync", "replace"])
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     write_text(tmp_path / "x", "old")
     monkeypatch.setattr(rundir.os, step, raise_killed)
@@ -59,21 +60,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert names(tmp_path) == ["x"]
 
 
-def test_text_that_cannot_be_encoded_leaves_the_old_file(tmp_path: Path) -> None:
-    write_text(tmp_path / "x", "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(tmp_path / "x", "new \ud800")
-    assert (tmp_path / "x").read_text() == "old"
-    assert names(tmp_path) == ["x"]
-
-
-def test_json_round_trip(tmp_path: Path) -> None:
-    data = {"a": [1, 2.5, None, True], "ü": {"b": "c"}}
-    write_json(tmp_path / "x.json", data)
-    assert read_json(tmp_path / "x.json") == data
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@each("value", [math.nan, math.inf, -math.inf])
 def test_json_refuses_what_is_no_number(tmp_path: Path, value: float) -> None:
     with pytest.raises(ValueError, match=r"(?i)json"):
         write_json(tmp_path / "x.json", {"loss": value})
@@ -92,21 +79,14 @@ def fill(path: Path, text: str, name: str = "f") -> None:
         (folder / name).write_text(text)
 
 
-def test_new_folder_appears_whole(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "deep" / "out") as folder:
-        (folder / "f").write_text("1")
-        assert not (tmp_path / "deep" / "out").exists()
-    assert names(tmp_path / "deep") == ["out", "out/f"]
-
-
 def test_new_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
     fill(tmp_path / "out", "1", "old_name")
     fill(tmp_path / "out", "2", "new_name")
     assert names(tmp_path) == ["out", "out/new_name"]
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Killed])
-@pytest.mark.parametrize("before", [True, False])
+@each("error", [ValueError, KeyboardInterrupt, Killed])
+@each("before", [True, False])
 def test_a_failure_leaves_nothing_half_written(tmp_path: Path, error: type[BaseException], before: bool) -> None:
     if before:
         fill(tmp_path / "out", "1")
@@ -126,8 +106,8 @@ FULL = (
 )
 
 
-@pytest.mark.parametrize("error", FULL, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("before", [True, False])
+@each("error", FULL)
+@each("before", [True, False])
 def test_a_full_disk_is_one_error_whatever_library_meets_it(tmp_path: Path, error: BaseException, before: bool) -> None:
     """The libraries' own words, from a file system of 2 MiB."""
     if before:
@@ -140,12 +120,7 @@ def test_a_full_disk_is_one_error_whatever_library_meets_it(tmp_path: Path, erro
     assert names(tmp_path) == (["out", "out/f"] if before else [])
 
 
-def test_a_refusal_inside_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no space left for jokes"), new_folder(tmp_path / "out"):
-        raise RunError("field", None, "no space left for jokes")
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@each("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_what_fails_between_the_renames_leaves_the_old_folder_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -161,21 +136,6 @@ def test_what_fails_between_the_renames_leaves_the_old_folder_and_nothing_else(
     with pytest.raises((RunError, KeyboardInterrupt)):
         fill(tmp_path / "out", "2")
     assert names(tmp_path) == ["out", "out/f"] and (tmp_path / "out" / "f").read_text() == "1"
-
-
-def test_an_interrupt_while_a_temporary_folder_is_removed_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, interrupts = os.rmdir, [KeyboardInterrupt]
-    monkeypatch.setattr(rundir.os, "rmdir", lambda path, **named: raise_(interrupts) or real(path, **named))
-    with pytest.raises(KeyboardInterrupt):
-        write_text(tmp_path / "f", "1")
-    assert names(tmp_path) == ["f"]
-
-
-def raise_(errors: list[type[BaseException]]) -> None:
-    if errors:
-        raise errors.pop()
 
 
 def test_a_kill_at_any_step_leaves_one_of_the_two_folders_whole(
@@ -291,12 +251,6 @@ def test_digest_is_of_names_and_bytes(tmp_path: Path) -> None:
     assert len({base, *others}) == len(others) + 1
 
 
-def test_digest_of_single_files(tmp_path: Path) -> None:
-    tree(tmp_path, a="1", b="1")
-    assert digest(tmp_path / "a") != digest(tmp_path / "b")
-    assert digest(tmp_path / "a", tmp_path / "b") != digest(tmp_path / "a")
-
-
 def test_digest_ignores_hidden_and_missing_files(tmp_path: Path) -> None:
     folder = tree(tmp_path / "out", a="1")
     before = digest(folder)
@@ -305,27 +259,10 @@ def test_digest_ignores_hidden_and_missing_files(tmp_path: Path) -> None:
     assert digest(folder, tmp_path / "missing") == before
 
 
-def test_digest_ignores_what_lies_in_a_hidden_folder(tmp_path: Path) -> None:
-    folder = tree(tmp_path / "out", a="1")
-    before = digest(folder)
-    tree(folder, **{".cache__lock": "junk"})
-    assert digest(folder) == before
-
-
 def test_fingerprint_ignores_the_order_of_keys_alone() -> None:
     assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})
     assert fingerprint([1, 2]) != fingerprint([2, 1])
-
-
-def test_claim_of_a_fresh_folder(tmp_path: Path) -> None:
-    RunDir(tmp_path / "runs" / "a").claim(RECIPE)
-    assert (tmp_path / "runs" / "a" / "recipe.yaml").read_text() == RECIPE
-
-
-def test_claim_of_an_empty_folder(tmp_path: Path) -> None:
-    RunDir(tmp_path).claim(RECIPE)
-    assert names(tmp_path) == [MARK, "recipe.yaml"]
 
 
 def test_claim_again_keeps_what_is_there(tmp_path: Path) -> None:
@@ -345,7 +282,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@each("other", OTHERS)
 def test_claim_by_another_recipe_is_refused_and_changes_nothing(tmp_path: Path, other: str) -> None:
     RunDir(tmp_path / "a").claim(RECIPE)
     write_text(tmp_path / "a" / "heads.json", "{}")
@@ -355,7 +292,7 @@ def test_claim_by_another_recipe_is_refused_and_changes_nothing(tmp_path: Path, 
     assert (tmp_path / "a" / "recipe.yaml").read_text() == RECIPE
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@each("other", OTHERS)
 def test_overwrite_replaces(tmp_path: Path, other: str) -> None:
     RunDir(tmp_path / "a").claim(RECIPE)
     for name in ("heads.json", "adapters/adapter_config.json"):
@@ -390,14 +327,6 @@ def test_a_claim_that_was_killed_can_be_made_again(tmp_path: Path, monkeypatch: 
     assert names(tmp_path / "a") == [MARK, "recipe.yaml"]
 
 
-def test_claim_leaves_what_is_not_its_own_untouched(tmp_path: Path) -> None:
-    (tmp_path / ".notes.5.tmp").write_text("somebody else's")
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(RunError):
-        RunDir(tmp_path).claim(RECIPE)
-    assert (tmp_path / ".notes.5.tmp").exists() and (tmp_path / "thesis.txt").exists()
-
-
 def test_claim_sweeps(tmp_path: Path) -> None:
     RunDir(tmp_path).claim(RECIPE)
     leftover(tmp_path / "figures" / "locate")
@@ -407,33 +336,7 @@ def test_claim_sweeps(tmp_path: Path) -> None:
     assert not list((tmp_path / "figures").iterdir())
 
 
-@pytest.fixture
-def finished(tmp_path: Path) -> tuple[RunDir, list[Path]]:
-    """A run whose stage `locate` is done."""
-    outputs = [tree(tmp_path / "figures", a="1"), tmp_path / "heads.json"]
-    write_json(outputs[1], {})
-    run = RunDir(tmp_path)
-    run.finish("locate", "key", outputs, 1.0)
-    return run, outputs
-
-
-def test_a_finished_stage_is_fresh(finished: tuple[RunDir, list[Path]]) -> None:
-    run, outputs = finished
-    assert run.is_fresh("locate", "key", outputs)
-    manifest = run.manifest("locate")
-    assert manifest is not None
-    assert manifest["key"] == "key"
-
-
-def test_a_stage_that_never_ran_is_not_fresh(finished: tuple[RunDir, list[Path]]) -> None:
-    run, outputs = finished
-    assert run.manifest("train") is None
-    assert not run.is_fresh("train", "key", outputs)
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", "3", "null", "{}", '{"key": 3}', '"key outputs"', "[" * 100_000, "\0", "{"]
-)
+@each("content", ["", "[]", "3", "null", "{}", '{"key": 3}', '"key outputs"', "[" * 100_000, "\0", "{"])
 def test_a_manifest_of_another_form_is_named(tmp_path: Path, content: str) -> None:
     run = RunDir(tmp_path)
     run.finish("locate", "key", [], 1.0)
@@ -446,37 +349,23 @@ def test_a_manifest_of_another_form_is_named(tmp_path: Path, content: str) -> No
             look("locate", "key", [])
 
 
-def test_another_key_is_not_fresh(finished: tuple[RunDir, list[Path]]) -> None:
-    run, outputs = finished
-    assert not run.is_fresh("locate", "other", outputs)
-
-
-@pytest.mark.parametrize("touch", ["change", "add", "remove_one", "remove_all"])
-def test_touched_outputs_are_not_fresh(finished: tuple[RunDir, list[Path]], touch: str) -> None:
-    run, outputs = finished
-    if touch == "change":
-        outputs[1].write_text("[]")
-    elif touch == "add":
-        (outputs[0] / "b").write_text("2")
-    elif touch == "remove_one":
-        (outputs[0] / "a").unlink()
-    else:
-        outputs[1].unlink()
-    assert not run.is_fresh("locate", "key", outputs)
-
-
-def test_a_forgotten_stage_is_not_fresh(finished: tuple[RunDir, list[Path]]) -> None:
-    run, outputs = finished
-    run.forget("locate")
-    assert not run.is_fresh("locate", "key", outputs)
-    run.forget("locate")
-
-
-def test_a_second_finish_makes_changed_outputs_fresh(finished: tuple[RunDir, list[Path]]) -> None:
-    run, outputs = finished
-    outputs[1].write_text("[]")
-    run.finish("locate", "key", outputs, 1.0)
-    assert run.is_fresh("locate", "key", outputs)
+def test_a_stage_is_fresh_while_key_and_outputs_are_those_that_it_finished_with(tmp_path: Path) -> None:
+    outputs = [tree(tmp_path / "figures", a="1"), tmp_path / "heads.json"]
+    run = RunDir(tmp_path)
+    changes = {
+        "change": lambda: outputs[1].write_text("[]"),
+        "add": lambda: (outputs[0] / "b").write_text("2"),
+        "remove from a folder": lambda: (outputs[0] / "b").unlink(),
+        "remove": lambda: outputs[1].unlink(),
+        "forget": lambda: run.forget("locate"),
+    }
+    for name, change in changes.items():
+        write_json(outputs[1], {})
+        run.finish("locate", "key", outputs, 1.0)
+        assert run.is_fresh("locate", "key", outputs), name
+        assert not run.is_fresh("locate", "other", outputs) and not run.is_fresh("train", "key", outputs)
+        change()
+        assert not run.is_fresh("locate", "key", outputs), name
 
 
 KINDS: tuple[Kind, ...] = ("run", "analysis", "comparison", "model", "sweep", "checkpoints")
@@ -499,9 +388,7 @@ def test_folders_are_known_by_their_mark_and_an_export_by_its_record(tmp_path: P
     assert kind_of(tmp_path / "linked") is None
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"kind": 3}', '{"kind": ["run"]}', '{"kind": "x"}', "[" * 9999]
-)
+@each("text", ["", "{", "[]", "null", '{"kind": 3}', '{"kind": ["run"]}', '{"kind": "x"}', "[" * 9999])
 def test_a_mark_that_is_none(tmp_path: Path, text: str) -> None:
     write_text(tmp_path / MARK, text)
     assert kind_of(tmp_path) is None
@@ -517,7 +404,7 @@ def test_an_empty_folder_is_free_and_a_file_is_not(tmp_path: Path) -> None:
         check_replaceable("f", tmp_path / "file", "run", {})
 
 
-@pytest.mark.parametrize("given", ["a", "a/", "a/b", "a/../a/b", "link", "link/b", "up/a"])
+@each("given", ["a", "a/", "a/b", "a/../a/b", "link", "link/b", "up/a"])
 def test_what_is_read_from_a_folder_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     write_text(tmp_path / "a" / "b", "")
     write_text(tmp_path / "ab" / "b", "")
@@ -612,7 +499,7 @@ def test_a_link_that_leads_to_itself_is_as_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "dangling", "heads.json"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "full"),
     [
         *((error, True) for error in FULL),

@@ -15,7 +15,6 @@ from surgery.errors import RecipeError
 from surgery.files.secret_scan import _OVERLAP, _PIECE, findings, redacted, refuse_tokens, secrets_of_environment
 from surgery.recipe import check_recipe
 
-ROOT = Path(__file__).parents[3]
 LETTERS = string.ascii_letters + string.digits
 
 

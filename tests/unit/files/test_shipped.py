@@ -8,15 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from surgery.cli import app
-from surgery.commands.show import show
-from surgery.errors import ModelError, RecipeError, RunError, SurgeryError
+from surgery.errors import ModelError, RecipeError, SurgeryError
 from surgery.files import shipped
 from surgery.files.shipped import close_models, local_path, recipe_names, shipped_files
-from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
-from surgery.recipe import Base, check_recipe, find_recipe, load_any, load_recipe
+from surgery.models.loading import load_config, load_model, revision_of
+from surgery.recipe import Base, find_recipe, load_any, load_recipe
 from surgery.recipe.grid import load_grid
-from surgery.recipe.public import is_hub_id, public_name, public_recipe, source_of
-from surgery.run.dry_run import dry_run
+from surgery.recipe.public import is_hub_id, public_name, public_recipe
+from tests.support.cases import each
 
 ROOT = Path(__file__).parents[3]
 PICO = "checkpoints/pico-far"
@@ -58,11 +57,7 @@ class TestNames:
         (empty / "quickstart").write_text("name: mine", encoding="utf-8")
         assert find_recipe("quickstart") == Path("quickstart")
 
-    def test_a_folder_of_this_name_does_not(self, empty: Path) -> None:
-        (empty / "quickstart").mkdir()  # a run, with --runs .
-        assert find_recipe("quickstart") == ROOT / "recipes" / "quickstart.yaml"
-
-    @pytest.mark.parametrize(
+    @each(
         ("name", "close"),
         [
             ("quikstart", "quickstart"),
@@ -77,7 +72,7 @@ class TestNames:
             load_recipe(name)
         assert close in str(error.value).split("Did you mean ")[1]
 
-    @pytest.mark.parametrize("name", ["zzz", "", ".", "../quickstart", "configs/README", "accelerate/ddp"])
+    @each("name", ["zzz", "", ".", "../quickstart", "configs/README", "accelerate/ddp"])
     def test_only_recipes_have_names(self, empty: Path, name: str) -> None:
         with pytest.raises(RecipeError, match="no shipped recipe has this name") as error:
             find_recipe(name)
@@ -87,7 +82,7 @@ class TestNames:
 class TestModels:
     EXPORT = "checkpoints/quickstart/export"
 
-    @pytest.mark.parametrize(
+    @each(
         ("name", "close"),
         [
             ("checkpoints/pico_far", [PICO]),
@@ -109,19 +104,13 @@ class TestModels:
         with pytest.raises(ModelError, match=rf"base\.model: pico_far\. .* Did you mean {PICO}\?"):
             load_config(Base(model="pico_far"))
 
-    def test_the_example_is_shown_and_proposed(self, installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        show(self.EXPORT, Path("runs"))
-        assert "KV-retrieval" in capsys.readouterr().out
-        with pytest.raises(RunError, match=rf"Did you mean {self.EXPORT}\?"):
-            show("quickstart", Path("runs"))
-
 
 class TestPaths:
-    @pytest.mark.parametrize("name", [PICO, f"./{PICO}", f"{PICO}/config.json", "checkpoints/quickstart/heads.json"])
+    @each("name", [PICO, f"./{PICO}", f"{PICO}/config.json", "checkpoints/quickstart/heads.json"])
     def test_a_shipped_path_is_found(self, installed: Path, name: str) -> None:
         assert Path(local_path(name)) == installed / name
 
-    @pytest.mark.parametrize(
+    @each(
         "name",
         [
             *(
@@ -143,11 +132,6 @@ class TestPaths:
         (empty / PICO).mkdir(parents=True)
         assert local_path(PICO) == PICO
 
-    def test_a_dangling_link_is_not_replaced(self, empty: Path) -> None:
-        (empty / "checkpoints").mkdir()
-        (empty / PICO).symlink_to("nowhere")
-        assert local_path(PICO) == PICO
-
     def test_names_do_not_depend_on_the_place(self, installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Revision, public name and stored name are those of a checkout, so a run folder is too."""
 
@@ -166,20 +150,6 @@ class TestPaths:
         assert elsewhere[1:3] == ("pico-far", False) and elsewhere[4] == PICO
         assert elsewhere[7].base.model == "pico-far"  # type: ignore[attr-defined]
 
-    def test_the_place_is_only_read(self, installed: Path) -> None:
-        assert source_of(PICO, None) == (str(installed / PICO), None)
-        assert load_tokenizer(Base(model=PICO)).is_fast
-
-    def test_a_dry_run_finds_the_tokenizer(self, installed: Path, tmp_path: Path) -> None:
-        path = find_recipe("quickstart")
-        printed = str(dry_run(load_recipe(path), tmp_path / "run", path))
-        assert "its own tokenizer" in printed and str(installed) not in printed
-
-    def test_an_own_recipe_with_a_shipped_base(self, installed: Path) -> None:
-        source = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1.0}}
-        recipe = check_recipe({"name": "mine", "base": {"model": PICO}, "train": {"steps": 3, "sources": [source]}})
-        assert load_config(recipe.base).num_hidden_layers == 4
-
 
 class TestCommands:
     def run(self, *words: str) -> str:
@@ -192,16 +162,12 @@ class TestCommands:
         assert [line.split()[0] for line in lines] == recipe_names()
         assert all(len(line.split()) > 4 and "#" not in line for line in lines)
 
-    @pytest.mark.parametrize("name", ["quickstart", "mamba2-1.3b", "accelerate/fsdp2", "accelerate/deepspeed.json"])
+    @each("name", ["quickstart", "mamba2-1.3b", "accelerate/fsdp2", "accelerate/deepspeed.json"])
     def test_a_recipe_is_printed_as_it_is(self, installed: Path, name: str) -> None:
         path = ROOT / "recipes" / (name if name.endswith(".json") else f"{name}.yaml")
         assert self.run("recipes", "show", name) == path.read_text(encoding="utf-8")
 
-    def test_what_is_printed_is_the_same_recipe(self, installed: Path, empty: Path) -> None:
-        (empty / "my.yaml").write_text(self.run("recipes", "show", "quickstart"), encoding="utf-8")
-        assert load_recipe("my.yaml") == load_recipe("quickstart")
-
-    @pytest.mark.parametrize("name", ["nothing", "../setup.py", "../checkpoints/pico-far/config.json", "/etc/passwd"])
+    @each("name", ["nothing", "../setup.py", "../checkpoints/pico-far/config.json", "/etc/passwd"])
     def test_nothing_else_is_printed(self, installed: Path, name: str) -> None:
         with pytest.raises(RecipeError, match="no shipped recipe has this name"):
             self.run("recipes", "show", name)
@@ -227,8 +193,3 @@ class TestCommands:
             with pytest.raises(SurgeryError, match=rf"^FOLDER: {place}\. "):
                 self.run("examples", folder)
         assert not (empty / "nothing").exists()
-
-    def test_a_file_is_no_folder(self, installed: Path, empty: Path) -> None:
-        (empty / "file").touch()
-        with pytest.raises(SurgeryError, match=r"^FOLDER: file\. It is a file"):
-            self.run("examples", "file")

@@ -17,17 +17,18 @@ from surgery.files.ownership import MARK
 from surgery.models.convert import convert
 from surgery.models.loading import load_model
 from surgery.recipe import Base
+from tests.support.cases import each
 from tests.support.mamba2attn import attn_model
-from tests.support.mamba_ssm_files import KINDS, PADDED, Kind, assert_same_logits, state_of, tiny, write
-from tests.support.pico import pico_family, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.mamba_ssm_files import PADDED, Kind, assert_same_logits, state_of, tiny, write
+from tests.support.pico import pico_family, pico_hybrid, pico_site
 
 
 def base_of(folder: Path) -> Base:
     return Base(model=str(folder))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layer", ["Mamba1", "Mamba2"])
+@each("kind", ["bin", "safetensors"])  # test_loading has every kind
+@each("layer", ["Mamba1", "Mamba2"])
 def test_transformers_alone_loads_what_is_written(tmp_path: Path, layer: str, kind: Kind) -> None:
     model = tiny(layer, tied=kind != "bin")
     done = convert(base_of(write(tmp_path / "own", model, kind)), tmp_path / "new")
@@ -81,13 +82,6 @@ def test_what_a_class_keeps_in_fp32_stays(tmp_path: Path) -> None:
     assert {name for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}.isdisjoint(wide)
 
 
-def test_whether_there_was_a_tokenizer(tmp_path: Path) -> None:
-    own = write(tmp_path / "own", tiny("Mamba2"))
-    assert not convert(base_of(own), tmp_path / "new").tokenizer
-    pico_tokenizer().save_pretrained(own)
-    assert convert(base_of(own), tmp_path / "other").tokenizer
-
-
 def assert_refused(error: type[Exception], *words: str, **arguments: Any) -> None:
     with pytest.raises(error) as caught:
         convert(**arguments)
@@ -120,12 +114,6 @@ def test_files_beside_a_converted_model_are_not_deleted_with_it(tmp_path: Path) 
     (tmp_path / "new" / "notes.txt").write_text("mine")
     assert_refused(RunError, "new/notes.txt", "Move it", base=base, folder=tmp_path / "new", overwrite=True)
     assert (tmp_path / "new" / "notes.txt").read_text() == "mine"
-
-
-def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    base = base_of(write(tmp_path / "own", tiny("Mamba2")))
-    assert_refused(RunError, "loop", "symbolic link to nothing", base=base, folder=tmp_path / "loop")
 
 
 def test_the_source_is_never_replaced(tmp_path: Path) -> None:

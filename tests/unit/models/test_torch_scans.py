@@ -16,8 +16,9 @@ from transformers.models.mamba2 import modeling_mamba2
 from surgery.models import torch_scans as module_of_scans
 from surgery.models.meters import Meter
 from surgery.models.torch_scans import chunk_scan, code_text, packed_convolution, torch_scans
+from tests.support.cases import each
 from tests.support.kernels import OnCuda
-from tests.support.pico import pico_family, pico_hybrid, random_site, tokens
+from tests.support.pico import pico_family, tokens
 
 MAMBA1 = ("mamba", "falcon_mamba")
 MAMBA2 = ("mamba2", "nemotron_h", "bamba", "granite", "zamba2", "falcon_h1")
@@ -30,7 +31,7 @@ def loss_and_gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("name", MAMBA1 + MAMBA2)
+@each("name", MAMBA1 + MAMBA2)
 def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
     model, ids = pico_family(name).train(), tokens(2, 20)
     stock = loss_and_gradients(model, ids)
@@ -41,7 +42,7 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", MAMBA1 + MAMBA2)
+@each("name", MAMBA1 + MAMBA2)
 def test_a_prompt_and_more_tokens_after_it_are_those_of_transformers(name: str) -> None:
     """The state after a prompt is the same, and further tokens begin with it."""
     model, ids = pico_family(name), tokens(2, 19)
@@ -77,8 +78,8 @@ def scan_inputs(tokens: int, P: int = 4, N: int = 8) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("length", [1, 3, 8, 9, 40])
-@pytest.mark.parametrize("begins", [False, True])
+@each("length", [1, 3, 8, 9, 40])
+@each("begins", [False, True])
 def test_chunks_compute_the_recurrence(length: int, begins: bool) -> None:
     """In float64 and token by token: h = exp(dt A) h + dt x B, y = h C + D x.
 
@@ -118,7 +119,7 @@ def test_half_precision_is_computed_in_float32() -> None:
     torch.testing.assert_close(got, want, atol=0, rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@each("name", ["mamba", "mamba2"])
 def test_double_precision_is_kept(name: str) -> None:
     """transformers computes these scans in float32 at most, so a row would differ by 1e-7 from itself in a batch."""
     model, ids = pico_family(name).double(), tokens(3, 20)
@@ -172,8 +173,8 @@ def test_the_scan_of_a_packed_row_is_that_of_each_document() -> None:
     torch.testing.assert_close(last, of_last, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("bias", [False, True])
+@each("activation", [None, "silu"])
+@each("bias", [False, True])
 def test_the_convolution_of_a_packed_row_is_that_of_each_document(activation: str | None, bias: bool) -> None:
     drawn = torch.Generator().manual_seed(0)
     sizes = ((2, 6, sum(LENGTHS)), (6, 4), (6,))
@@ -193,28 +194,7 @@ def test_a_family_whose_scan_does_not_separate_documents_refuses_them() -> None:
         modeling_mamba.causal_conv1d_fn(x, torch.randn(6, 4), seq_idx=index)
 
 
-def test_the_backward_pass_of_mamba1_is_linear_in_the_number_of_tokens() -> None:
-    """A gradient of an index is as large as all tokens; that of `unbind` is stacked once."""
-    model = pico_family("mamba").train()
-    counts = []
-    for length in (8, 16):
-        graph: list[str] = []
-        with torch_scans(model):
-            loss = model(tokens(1, length), use_cache=False).logits.sum()
-        seen: set[Any] = set()
-        waiting: list[Any] = [loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            graph.append(type(node).__name__)
-            waiting.extend(parent for parent, _ in node.next_functions)
-        counts.append(graph.count("SelectBackward0"))
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize(
+@each(
     ("name", "module", "function"),
     [("mamba", modeling_mamba, "mamba_selective_scan"), ("mamba2", modeling_mamba2, "mamba2_chunk_scan")],
 )
@@ -226,12 +206,6 @@ def test_the_function_of_transformers_is_restored_after_an_error(name: str, modu
     assert getattr(module, function) is stock
 
 
-def test_a_hybrid_uses_them_too() -> None:
-    model, stock = pico_hybrid([random_site(1)]), modeling_mamba2.mamba2_chunk_scan
-    with torch_scans(model):
-        assert modeling_mamba2.mamba2_chunk_scan is not stock
-
-
 def test_several_models_of_different_families() -> None:
     """A frozen base and a teacher run beside the model. None is a model that a recipe does without."""
     first, second = modeling_mamba.mamba_selective_scan, modeling_mamba2.mamba2_chunk_scan
@@ -241,12 +215,6 @@ def test_several_models_of_different_families() -> None:
     assert modeling_mamba.mamba_selective_scan is first and modeling_mamba2.mamba2_chunk_scan is second
 
 
-def test_other_families_keep_theirs() -> None:
-    stock = modeling_mamba.mamba_selective_scan
-    with torch_scans(pico_family("mamba2")):
-        assert modeling_mamba.mamba_selective_scan is stock
-
-
 def test_a_function_in_place_of_that_of_transformers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = print
     monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", kernel)
@@ -254,7 +222,7 @@ def test_a_function_in_place_of_that_of_transformers_stays(monkeypatch: pytest.M
         assert modeling_mamba2.mamba2_chunk_scan is kernel
 
 
-@pytest.mark.parametrize("has_kernel", [False, True])
+@each("has_kernel", [False, True])
 def test_a_kernel_runs_on_cuda_tensors_and_our_scan_on_others(
     has_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,13 +238,6 @@ def test_a_kernel_runs_on_cuda_tensors_and_our_scan_on_others(
     assert isinstance(found[0], Tensor) and (found[1] == "kernel" if has_kernel else isinstance(found[1], Tensor))
 
 
-@pytest.mark.parametrize("name", MAMBA1 + MAMBA2)
-def test_what_runs_on_a_cpu_is_named(name: str) -> None:
-    said = code_text(pico_family(name), torch.device("cpu"))
-    assert said.startswith("on cpu: scan by this library's PyTorch code; convolution by transformers'")
-    assert code_text(pico_family(name), torch.device("cpu"), compiled=True).startswith("on cpu: scan by transformers'")
-
-
 def test_what_runs_on_a_gpu_is_named_with_its_version_or_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleType("mamba_ssm")
     package.__version__ = "2.3"  # type: ignore[attr-defined]
@@ -287,7 +248,3 @@ def test_what_runs_on_a_gpu_is_named_with_its_version_or_what_to_install(monkeyp
         "on cuda: scan by kernels of mamba_ssm 2.3; "
         "convolution by transformers' PyTorch code (causal_conv1d is not installed: pip install it)"
     )
-
-
-def test_a_transformer_has_no_recurrence() -> None:
-    assert code_text(pico_family("llama"), torch.device("cuda")) == ""

@@ -10,6 +10,7 @@ from surgery.errors import RecipeError
 from surgery.recipe import Recipe, Splice, to_yaml
 from surgery.recipe.loading import check_recipe
 from surgery.recipe.yaml import load_yaml
+from tests.support.cases import each
 
 KV = {"task": "kv_retrieval", "pairs": [4, 8], "rows": 2, "weights": {"answer": 1.0, "attention": 1.0}}
 
@@ -20,12 +21,7 @@ def recipe(form: str | None = "pair", **more: Any) -> Recipe:
     return check_recipe({"name": "x", "base": {"model": "m"}, "splice": splice, "train": train, **more})
 
 
-def test_the_default_is_a_splice_into_heads() -> None:
-    plain = recipe(None)
-    assert plain.splice is not None and plain.splice.form == "head" and plain.export.format == "transformers"
-
-
-@pytest.mark.parametrize("form", ["block", "pair"])
+@each("form", ["block", "pair"])
 def test_init_and_export_format_follow_the_form(form: str) -> None:
     made = recipe(form)
     assert made.splice is not None and made.splice.init == "random" and made.export.format == "nemotron_h"
@@ -40,7 +36,7 @@ def test_a_pair_may_begin_with_copies() -> None:
     assert check_recipe(load_yaml(to_yaml(made))) == made
 
 
-@pytest.mark.parametrize(
+@each(
     ("more", "words"),
     [
         ({"splice": {"init": "teacher"}}, ("init: teacher", "init: random", "init: ssm")),
@@ -75,7 +71,7 @@ def test_what_does_not_go_with_it_is_refused(more: dict[str, Any], words: tuple[
         assert word in str(caught.value), caught.value
 
 
-@pytest.mark.parametrize("key", ["before", "head_dim"])
+@each("key", ["before", "head_dim"])
 def test_keys_of_inserted_layers_need_the_form(key: str) -> None:
     with pytest.raises(RecipeError, match=rf"`{key}` needs `form: block`"):
         recipe(None, splice={key: 1})

@@ -11,6 +11,7 @@ import yaml
 from surgery.errors import RecipeError
 from surgery.recipe.grid import Grid, label_of_values, load_grid, naming, split_values
 from surgery.recipe.loading import check_recipe
+from tests.support.cases import each
 
 SOURCE = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1.0}}
 RECIPE: dict[str, Any] = {"name": "tiny", "base": {"model": "m"}, "train": {"steps": 3, "sources": [SOURCE]}}
@@ -26,7 +27,7 @@ def names(grid: Grid) -> list[str]:
     return [point.recipe.name for point in grid.points]
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "parts"),
     [
         ("1", ["1"]),
@@ -77,7 +78,7 @@ def test_no_heads_are_the_base_if_only_new_heads_train(path: Path) -> None:
     assert [point.arm for point in grid.points] == ["base", "hybrid"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "said"),
     [
         (["train.steps=3"], "sweep: No key has several values"),

@@ -13,6 +13,7 @@ from surgery.errors import RecipeError
 from surgery.recipe import AnalysisRecipe, PretrainRecipe, Recipe, check_recipe
 from surgery.recipe.hints import example_at, meant
 from surgery.recipe.section import Section, section_of
+from tests.support.cases import each
 
 BASE = {"name": "x", "base": {"model": "some/folder"}}
 Place = tuple[str | int, ...]
@@ -22,7 +23,7 @@ def at(key: str) -> Place:
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "proposed"),
     [
         ("lr", "train.optimizer.lr"),
@@ -61,7 +62,7 @@ def fields(section: type[Section], above: Place = ()) -> Iterator[tuple[Place, A
             yield from fields(inner, (*above, name, 0) if is_list else (*above, name))
 
 
-@pytest.mark.parametrize("kind", [Recipe, PretrainRecipe, AnalysisRecipe])
+@each("kind", [Recipe, PretrainRecipe, AnalysisRecipe])
 def test_every_list_and_section_has_an_example_that_is_valid(kind: type[Section]) -> None:
     missing, schema = [], kind.model_json_schema()
     for place, annotation in fields(kind):
@@ -75,7 +76,7 @@ def test_every_list_and_section_has_an_example_that_is_valid(kind: type[Section]
     assert missing == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("data", "message"),
     [
         ({"evaluate": {"pairs": "4-8"}}, "evaluate.pairs: '4-8'. It must be a list, such as [4, 8]"),

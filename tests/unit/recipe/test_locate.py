@@ -18,11 +18,6 @@ def test_a_path_alone_is_own_prompts_whose_places_are_found(tmp_path: Path) -> N
     assert load_recipe(file, ["locate.data=my.jsonl", "locate.generated=4"]).locate.data == expected
 
 
-def test_editors_accept_a_path_too() -> None:
-    kinds = Locate.model_json_schema()["properties"]["data"]["anyOf"]
-    assert {"type": "string"} in kinds and {"$ref": "#/$defs/Data"} in kinds
-
-
 def test_a_recipe_of_an_earlier_export_is_read() -> None:
     """It holds the defaults of what has moved to plugins."""
     moved = {"gates": {"steps": 100}, "trial": {"steps": 40}}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
-
-from surgery.recipe import Train, check_recipe, load_recipe
+from surgery.recipe import Train, check_recipe
 from surgery.recipe.optimizer import RATES, rates
-from tests.integration.conftest import ROOT
+from tests.support.cases import each
 
 
-@pytest.mark.parametrize(("size", "base", "heads"), RATES)
+@each(("size", "base", "heads"), RATES)
 def test_rates_are_those_of_the_recipes_at_their_sizes(size: int, base: float, heads: float) -> None:
     assert rates(size) == (base, heads)
 
@@ -25,7 +23,7 @@ def test_rates_fall_with_the_size_and_stay_within_those_of_the_recipes() -> None
     assert low[0] < middle[0] < high[0] and low[1] < middle[1] < high[1]
 
 
-@pytest.mark.parametrize(("size", "base", "heads"), [(130_000_000, 2e-4, 2e-3), (2_700_000_000, 1e-4, 2e-3)])
+@each(("size", "base", "heads"), [(130_000_000, 2e-4, 2e-3), (2_700_000_000, 1e-4, 2e-3)])
 def test_a_recipe_without_rates_gets_those_of_its_base(size: int, base: float, heads: float) -> None:
     train = check_recipe({"name": "mine", "base": {"model": "owner/model"}}).train
     found = train.at_size(size).optimizer
@@ -41,16 +39,3 @@ def test_every_stage_gets_rates() -> None:
         (2e-4, 2e-3),
         (0.5, 2e-3),
     ]
-
-
-@pytest.mark.parametrize(("size", "base", "heads"), [(562_784, 2.5e-4, 3e-3), (130_000_000, 2.5e-5, 1e-3)])
-def test_finetune_scales_its_rates_with_the_size(size: int, base: float, heads: float) -> None:
-    found = load_recipe(ROOT / "recipes" / "finetune.yaml").train.at_size(size).optimizer
-    assert (found.lr, found.new_heads_lr) == (base, heads)
-
-
-@pytest.mark.parametrize("name", ["lr", "new_heads_lr"])
-def test_a_rate_wins_over_the_factor_of_its_default(name: str) -> None:
-    found = load_recipe(ROOT / "recipes" / "finetune.yaml", [f"train.optimizer.{name}=0.1"]).train.at_size(10).optimizer
-    other = {"lr": "new_heads_lr", "new_heads_lr": "lr"}[name]
-    assert getattr(found, name) == 0.1 and getattr(found, other) == {"lr": 2.5e-4, "new_heads_lr": 3e-3}[other]

@@ -8,9 +8,10 @@ import pytest
 
 from surgery.recipe import Data
 from surgery.recipe.public import finetune_name
+from tests.support.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("data", "name"),
     [
         ("tickets.jsonl", "finetune-tickets"),
@@ -28,7 +29,7 @@ def test_a_fine_tuning_is_named_after_its_data(data: str, name: str) -> None:
     assert finetune_name(data) == name
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "name", "is_on_hub"),
     [
         ("owner/tickets", "owner/tickets", True),

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from surgery.probes.registry import prompts_of
 from surgery.recipe import Evaluate, Locate, Source
 from surgery.recipe.section import Section
+from tests.support.cases import each
 from tests.support.pico import pico_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -42,7 +43,7 @@ class TestPairs:
         evaluate = Evaluate.model_validate({"pairs": 8, "tasks": [{"task": "records", "pairs": 4}]})
         assert (evaluate.pairs, evaluate.tasks[0].pairs) == ((8,), (4,))
 
-    @pytest.mark.parametrize(
+    @each(
         ("kind", "pairs", "hint"),
         [
             (Locate, [4, 8], "Use one number"),
@@ -63,7 +64,7 @@ class TestLocatedTask:
         (document,) = prompts_of(section.probe, "locate", 0, 1, section.options(tokenizer=pico_tokenizer()))
         assert document.task == "phonebook" and len(document.questions[0].choices) == 8
 
-    @pytest.mark.parametrize(
+    @each(
         ("more", "hint"),
         [
             ({"task": "closed_book"}, "Unknown task"),

@@ -11,18 +11,11 @@ import yaml
 from pydantic import ValidationError
 
 from surgery.recipe import Recipe, Source, Train, TrainStage, Weights
+from tests.support.cases import each
 
 DOCS = Path(__file__).parents[3] / "docs" / "TRAINING.md"
 KV: dict[str, Any] = {"task": "kv_retrieval", "rows": 2, "weights": {"answer": 1.0}}
 OWN: dict[str, Any] = {"data": {"path": "x.jsonl"}, "tokens": 1000, "weights": {"answer": 1.0}}
-
-
-def test_the_examples_of_the_documentation_are_valid() -> None:
-    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)]
-    assert len(blocks) >= 2
-    for block in blocks:
-        section = block.get("train", block)
-        assert Train.model_validate(section).num_all_steps > 0
 
 
 def test_weights_between_first_and_last() -> None:
@@ -32,19 +25,10 @@ def test_weights_between_first_and_last() -> None:
     assert weights.uses("lm") and weights.uses("base_kl", "attention") and not weights.uses("base_kl")
 
 
-@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (1500, 1), (1501, 2), (15_000, 10)])
+@each(("tokens", "steps"), [(1, 1), (1500, 1), (1501, 2), (15_000, 10)])
 def test_tokens_in_all_make_steps(tokens: int, steps: int) -> None:
     stage = TrainStage.model_validate({"tokens": tokens, "sources": [OWN, {**OWN, "tokens": 500}]})
     assert stage.num_steps == steps
-
-
-def test_a_stage_of_its_own_is_the_whole_sequence() -> None:
-    alone = Train.model_validate({"sources": [KV], "steps": 7})
-    several = Train.model_validate(
-        {"stages": [{"name": "a", "sources": [KV], "steps": 3}, {"name": "b", "sources": [KV]}]}
-    )
-    assert alone.sequence == (alone,) and alone.num_all_steps == 7
-    assert [stage.name for stage in several.sequence] == ["a", "b"] and several.num_all_steps == 303
 
 
 def test_a_section_in_full_loads_again() -> None:
@@ -54,16 +38,14 @@ def test_a_section_in_full_loads_again() -> None:
         assert Train.model_validate(section.model_dump(mode="json")) == section
 
 
-@pytest.mark.parametrize(
-    ("trainable", "control"), [(["new_heads"], False), (["new_heads", "lora"], True), (["all"], True)]
-)
+@each(("trainable", "control"), [(["new_heads"], False), (["new_heads", "lora"], True), (["all"], True)])
 def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[str], control: bool) -> None:
     stages = [{"name": f"s{i}", "sources": [KV], "trainable": what} for i, what in enumerate(trainable)]
     assert Train.model_validate({"stages": stages}).has_control == control
     assert not Train.model_validate({"stages": stages, "control": False}).has_control
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "says"),
     [
         ({"data": {"path": "x", "columns": {"text": "t"}}}, "plain text has no answers"),
@@ -109,7 +91,7 @@ def test_without_sources_attention_is_supervised_and_the_base_is_kept() -> None:
     assert {"answer", "attention", "base_kl"} <= set(section.objectives)
 
 
-@pytest.mark.parametrize("given", [{"sources": []}, {"stages": [{"name": "a"}]}, {"stages": []}])
+@each("given", [{"sources": []}, {"stages": [{"name": "a"}]}, {"stages": []}])
 def test_sources_that_are_set_but_empty_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="no `sources`"):
         Train.model_validate(given)
@@ -128,7 +110,7 @@ def test_a_task_whose_answers_stand_in_the_prompt_needs_no_more() -> None:
     assert (by_tokens.rows, by_tokens.weights.at(0.5)) == (None, {"answer": 1.0})
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "weight"),
     [({"task": "sentence"}, "base_kl"), ({"task": "closed_book"}, "base_kl"), ({"task": "copying"}, "answer"),
      ({"data": {"path": "x.jsonl"}}, "answer"), ({"data": {"path": "x", "columns": {"text": "t"}}}, "base_kl")],

@@ -8,6 +8,7 @@ import pytest
 
 from surgery.errors import RecipeError
 from surgery.recipe.yaml import apply, read_mapping
+from tests.support.cases import each
 
 FAULTS = {
     "a:\n\tb: 1": ("line 2", "a tab", "Indent with spaces"),
@@ -28,7 +29,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("text", FAULTS)
+@each("text", FAULTS)
 def test_the_error_names_file_and_line_and_what_to_write(tmp_path: Path, text: str) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(text)

@@ -20,8 +20,12 @@ from surgery.models.silence import silence
 from surgery.recipe import Splice
 from surgery.splice.graft import check_kept, splice_model, step_zero_gap
 from surgery.types import Plan
-from tests.support.battery import base, columns, every_mode, every_spliced, logits, plan_of, spliced, stays_fp32
+from tests.support.battery import base, columns, logits, plan_of, spliced, stays_fp32
+from tests.support.cases import each
 from tests.support.pico import SPLICED_FAMILIES, pico_base, pico_family, prompts, tokens
+
+every_spliced = each("name", SPLICED_FAMILIES)
+every_mode = each("mode", ["add", "replace"])
 
 
 def branches(model: Any) -> list[SplicedAttention]:
@@ -43,8 +47,8 @@ def attended(model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[t
     return seen
 
 
-@every_spliced
 class TestCopies:
+    @every_spliced
     def test_query_key_and_value_are_the_heads_own_streams(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """C is the query, B the key, x the value, as the recurrence sees them, each head with its group's."""
         model, plan, ids = base(name), plan_of(base(name)), tokens()
@@ -58,6 +62,7 @@ class TestCopies:
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours.transpose(1, 2), theirs, atol=1e-5, rtol=1e-5)
 
+    @every_spliced
     def test_gate_is_the_heads_own(self, name: str) -> None:
         """With the bias that Llamba adds behind its projection."""
         model, plan, ids = base(name), plan_of(base(name)), tokens()
@@ -76,6 +81,7 @@ class TestCopies:
                 expected = expected + torch.cat([bias[structure.weight_slices(graft.site, h).out] for h in graft.heads])
             torch.testing.assert_close(branch.gate_proj(seen[0]), expected, atol=1e-5, rtol=1e-5)
 
+    @every_spliced
     def test_replace_starts_from_the_heads_own_columns(self, name: str) -> None:
         """With the weight of the gated norm folded in, where there is one: the branch's norm has none."""
         model, plan = base(name), plan_of(base(name), "replace")
@@ -89,6 +95,7 @@ class TestCopies:
                 parts.append(block if norm is None else block * norm[own[head]])
             assert torch.equal(branch.o_proj.weight, torch.cat(parts, dim=1))
 
+    @every_spliced
     def test_is_in_eval_mode_on_its_own_memory(self, name: str) -> None:
         hybrid = spliced(base(name))
         assert not any(module.training for module in hybrid.modules())
@@ -118,7 +125,7 @@ class TestRandom:
         rows = min(len(values["qkv_proj.weight"]) for values in one)
         assert not torch.equal(*(values["qkv_proj.weight"][:rows] for values in one)), "layers differ"
 
-    @pytest.mark.parametrize("name", SPLICED_FAMILIES)
+    @each("name", SPLICED_FAMILIES)
     def test_has_unit_variance_per_fan_in_and_a_scaled_query(self, name: str) -> None:
         section = Splice(init="random", random_width=64)
         hybrid = splice_model(base(name), plan_of(base(name), init="random"), section)
@@ -132,7 +139,7 @@ class TestRandom:
 
 class TestGap:
     @every_mode
-    @pytest.mark.parametrize("name", SPLICED_FAMILIES)
+    @each("name", SPLICED_FAMILIES)
     def test_all_but_the_splice_is_kept_or_the_run_stops(self, name: str, mode: str) -> None:
         """What the splice does not change on purpose: embeddings or a head that differ are found."""
         model, plan, batch = base(name), plan_of(base(name), mode), prompts()
@@ -167,7 +174,7 @@ class TestGap:
         assert gap.max_logit == pytest.approx(max(float(d.abs().max()) for _, d in parts), rel=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_experts_stay_those_of_the_base(dtype: torch.dtype, tmp_path: Path) -> None:
     """Nemotron-H routes by a buffer that checkpoints store, and from transformers 5.24 on by an fp32 weight."""
     base = pico_family("nemotron_h")

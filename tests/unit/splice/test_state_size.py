@@ -29,10 +29,11 @@ from surgery.splice.state_size import (
 )
 from surgery.types import HeadId, HeadSet, MixerSpec, ScoredHead
 from tests.support.battery import assert_cache_is_as_large_as_said, base, logits, mixers, plan_of
+from tests.support.cases import each
 from tests.support.pico import SPLICED_FAMILIES, pico_family, pico_family_config, pico_tokenizer, prompts, tokens
 
 CUT = [name for name in SPLICED_FAMILIES if family_of(pico_family_config(name)).state_field]
-every_cut = pytest.mark.parametrize("name", CUT)
+every_cut = each("name", CUT)
 
 
 def some_cut(model: Any, size: int = 3, seed: int = 0) -> StateCut:
@@ -61,8 +62,8 @@ def with_silent_channels(model: Any, cut: StateCut) -> Any:
     return model
 
 
-@every_cut
 class TestCut:
+    @every_cut
     def test_equals_the_base_without_the_terms_of_the_other_channels(self, name: str) -> None:
         model, cut, batch = base(name), some_cut(base(name)), prompts()
         smaller = cut_model(model, cut)
@@ -74,7 +75,8 @@ class TestCut:
             assert not torch.allclose(logits(model, ids, mask)[real], expected[real], atol=1e-2)
         assert_cache_is_as_large_as_said(smaller)
 
-    @pytest.mark.parametrize("mode", ["add", "replace"])
+    @every_cut
+    @each("mode", ["add", "replace"])
     def test_of_a_hybrid_leaves_its_branches_as_wide_as_the_base(self, name: str, mode: Any) -> None:
         model, cut, plan = base(name), some_cut(base(name)), plan_of(base(name), mode)
         before = logits(model, tokens())
@@ -90,6 +92,7 @@ class TestCut:
         assert_cache_is_as_large_as_said(hybrid)
         assert torch.equal(logits(model, tokens()), before), "the base is unchanged"
 
+    @every_cut
     def test_config_has_both_widths_so_that_the_plan_is_the_base_s(self, name: str) -> None:
         model, plan = base(name), plan_of(base(name))
         config = splice_model(model, plan, Splice(state_size=3), cut=some_cut(model)).config
@@ -98,6 +101,7 @@ class TestCut:
         recovered = plan_of_hybrid(again, plan.base)
         assert recovered.grafts == plan.grafts and recovered.geometry == plan.geometry == geometry_of(model.config)
 
+    @every_cut
     def test_of_channels_without_b_changes_nothing(self, name: str) -> None:
         model, cut = copy.deepcopy(base(name)), some_cut(base(name), size=7)
         with torch.no_grad():
@@ -115,7 +119,7 @@ class TestCut:
 
 
 class TestContributions:
-    @pytest.mark.parametrize("name", ["mamba2", "llamba", "zamba2"])
+    @each("name", ["mamba2", "llamba", "zamba2"])
     def test_are_the_change_of_the_log_odds_when_a_term_is_removed(self, name: str) -> None:
         """Terms come from the model itself, as the scan minus the scan without the channel; the change is numeric."""
         model = pico_family(name, vocab_size=1024).double().requires_grad_(False)
@@ -189,7 +193,7 @@ def test_the_largest_contributions_are_kept_in_order() -> None:
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
+    @each(
         ("name", "size", "words"),
         [
             ("mamba2", 8, "8. The model's state has 8 channels. Set a smaller number"),
@@ -219,16 +223,14 @@ class TestRefused:
             with pytest.raises(PlanError, match=r"splice\.state_size"):
                 splice_model(model, plan, section, cut=cut)
 
-    @pytest.mark.parametrize(
-        "kept", [{}, ((0, 1, 2),), ((0, 1), (0, 1)), ((0, 1, 1), (0, 1, 2)), ((0, 1, 8), (0, 1, 2))]
-    )
+    @each("kept", [{}, ((0, 1, 2),), ((0, 1), (0, 1)), ((0, 1, 1), (0, 1, 2)), ((0, 1, 8), (0, 1, 2))])
     def test_channels_of_another_model(self, kept: Any) -> None:
         model = base("mamba2")
         cut = some_cut(model)
         with pytest.raises(PlanError, match=r"state\.json kept: L0H"):
             cut_model(model, replace(cut, kept={**cut.kept, "L0H": kept}))
 
-    @pytest.mark.parametrize("size", [0, -1, "x"])
+    @each("size", [0, -1, "x"])
     def test_a_config_with_another_width_before_the_cut(self, size: Any) -> None:
         model = base("mamba2")
         config = copy.deepcopy(splice_model(model, plan_of(model), Splice(state_size=3), cut=some_cut(model)).config)

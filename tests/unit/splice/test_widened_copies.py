@@ -20,13 +20,15 @@ from surgery.types import Plan
 from tests.support.battery import (
     assert_cache_is_as_large_as_said,
     base,
-    every_mode,
-    every_spliced,
     logits,
     plan_of,
     spliced,
 )
-from tests.support.pico import randomise, tokens
+from tests.support.cases import each
+from tests.support.pico import SPLICED_FAMILIES, randomise, tokens
+
+every_spliced = each("name", SPLICED_FAMILIES)
+every_mode = each("mode", ["add", "replace"])
 
 WIDTH = 11  # odd, and wider than the state (4 or 8)
 
@@ -64,8 +66,8 @@ def queries_and_keys(model: Any) -> list[tuple[Any, ...]]:
     return seen
 
 
-@every_spliced
 class TestFirstStep:
+    @every_spliced
     @every_mode
     def test_it_is_the_hybrid_with_copies_alone(self, name: str, mode: str) -> None:
         ids = tokens(2, 19)
@@ -73,6 +75,7 @@ class TestFirstStep:
         if mode == "add":
             assert torch.equal(logits(widened(name), ids), logits(base(name), ids))
 
+    @every_spliced
     def test_copies_come_first_and_new_queries_are_zero(self, name: str) -> None:
         narrow, wide = (queries_and_keys(model) for model in (spliced(base(name)), widened(name)))
         for (query, key, value), (wide_query, wide_key, wide_value) in zip(narrow, wide, strict=True):
@@ -84,6 +87,7 @@ class TestFirstStep:
             assert not wide_query[..., copied:].any()
             assert wide_key[..., copied:].flatten(0, -2).std(0).min() > 0  # of every new channel, over tokens
 
+    @every_spliced
     def test_new_queries_have_gradients(self, name: str) -> None:
         model = widened(name, "replace").train()
         model(input_ids=tokens(), use_cache=False).logits.pow(2).sum().backward()
@@ -93,6 +97,7 @@ class TestFirstStep:
             assert query.flatten(0, 1).abs().amax(-1).min() > 0
             assert not key.any()  # from the second step on
 
+    @every_spliced
     def test_new_channels_depend_on_the_seed_and_the_layer(self, name: str) -> None:
         torch.manual_seed(1)
         one = branches(widened(name))
@@ -108,8 +113,8 @@ class TestFirstStep:
         assert drawn[0] != drawn[1], "layers differ"
 
 
-@every_spliced
 class TestAsAModel:
+    @every_spliced
     def test_cache_and_generation_agree_with_the_forward(self, name: str) -> None:
         model, ids = trained(name), tokens(2, 12)
         with torch.no_grad():
@@ -119,6 +124,7 @@ class TestAsAModel:
         text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
         assert torch.equal(text[:, 12:], logits(model, text)[:, 11:-1].argmax(-1))
 
+    @every_spliced
     def test_saved_and_loaded(self, name: str, tmp_path: Path) -> None:
         model = trained(name)
         model.save_pretrained(tmp_path)
@@ -127,9 +133,11 @@ class TestAsAModel:
         assert again.config.splice == model.config.splice
         assert plan_of_hybrid(again.config, "pico").grafts == plan_of(base(name)).grafts
 
+    @every_spliced
     def test_sizes(self, name: str) -> None:
         assert_cache_is_as_large_as_said(trained(name))
 
+    @every_spliced
     def test_wrong_widths_are_refused(self, name: str) -> None:
         config = trained(name).config
         for value in (0, "8", WIDTH + 1):
@@ -150,29 +158,10 @@ def test_the_config_names_the_copied_channels_only_where_there_are_new_ones(name
     assert wide == [{**site, "qk_width": state + 1, "copied_width": state} for site in plain]
 
 
-def test_biases_of_new_channels_are_zero() -> None:
-    for branch in branches(widened("mamba2", use_bias=True)):
-        for layer in (branch.qkv_proj, branch.conv1d):
-            assert layer.bias.any() and not branch.new_channels(layer.bias).any()
-
-
 def test_bfloat16() -> None:
     model = copy.deepcopy(base("mamba2")).to(torch.bfloat16)
     hybrid = splice_model(model, plan_of(model), Splice(min_width=WIDTH))
     assert torch.equal(logits(hybrid, tokens()), logits(model, tokens()))
-
-
-@every_spliced
-def test_copies_are_64_wide_by_default(name: str) -> None:
-    sites = splice_field(plan_of(base(name)), base(name).config)
-    assert [site["qk_width"] for site in sites] == [64, 64]
-
-
-def test_a_larger_state_gets_no_new_channels_by_default() -> None:
-    model = base("mamba2", state_size=64)
-    assert splice_field(plan_of(model), model.config) == splice_field(
-        plan_of(model), model.config, Splice(min_width=None)
-    )
 
 
 def test_only_copies_of_ssm_heads_have_the_default_width() -> None:
@@ -186,7 +175,7 @@ def test_only_copies_of_ssm_heads_have_the_default_width() -> None:
     assert {site["qk_width"] for site in random} == {Splice().random_width}
 
 
-@pytest.mark.parametrize(
+@each(
     ("section", "words"),
     [
         ({"init": "random", "min_width": 32}, "`init: random` does not use `min_width`: set `random_width` instead"),

@@ -13,10 +13,11 @@ from surgery.models.hooks import record
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.oracle_read import mixed_at_query, values_at
 from surgery.types import MixerSpec
+from tests.support.cases import each
 from tests.support.pico import pico_family, tokens
 
 WITH_ATTENTION = ("llama", "qwen2", "gpt_neox", "zamba2", "bamba", "granite", "nemotron_h", "falcon_h1")
-every_model = pytest.mark.parametrize("name", WITH_ATTENTION)
+every_model = each("name", WITH_ATTENTION)
 
 
 def attention_of(model: Any) -> list[MixerSpec]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,10 +11,11 @@ from surgery.models.hooks import ActivationCache, record
 from surgery.models.layouts import Structure
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.types import MixerSpec
-from tests.support.llamba_loop import HEAD_DIM, llamba, llamba_site
+from tests.support.cases import each
+from tests.support.llamba_loop import llamba, llamba_site
 from tests.support.pico import HEADS, tokens
 
-every_grouping = pytest.mark.parametrize("n_qk_heads", [1, 2, 4])
+every_grouping = each("n_qk_heads", [1, 2, 4])
 SPLICE = [llamba_site(0, [1, 3]), llamba_site(2, [0], init="random")]
 STREAMS = ("x", "key", "query", "step", "gate")
 
@@ -60,10 +60,9 @@ class TestSlices:
         assert sorted(i for s in heads for i in rows(s.out)) == list(range(mixer.out_proj.in_features))
 
     @every_grouping
-    @pytest.mark.parametrize("head", [0, 2])
-    @pytest.mark.parametrize("name", ["value", "key", "query", "step", "gate", "conv_value", "conv_key", "conv_query"])
-    def test_each_slice_moves_the_stream_it_names(self, name: str, head: int, n_qk_heads: int) -> None:
-        model = llamba(n_qk_heads=n_qk_heads)
+    @each("name", ["value", "key", "query", "step", "gate", "conv_value", "conv_key", "conv_query"])
+    def test_each_slice_moves_the_stream_it_names(self, name: str, n_qk_heads: int) -> None:
+        model, head = llamba(n_qk_heads=n_qk_heads), 2
         structure, spec, mixer = of(model)
         projected = traced(model, tokens()).projected
         one = structure.streams(mixer, spec, projected["L1H"])
@@ -82,21 +81,12 @@ class TestSlices:
 
         stream = {"value": "x", "conv_value": "x"}.get(name, name.removeprefix("conv_"))
         expected = {stream: {spec.group_of(head) if stream in ("key", "query") else head}}
-        for each in STREAMS:
-            assert moved(each) == expected.get(each, set()), each
-
-    def test_out_is_where_the_heads_output_lies(self) -> None:
-        model = llamba()
-        structure, spec, mixer = of(model)
-        before = traced(model, tokens())
-        mixer.D.data[2] += 1
-        after = traced(model, tokens())
-        moved = (before.heads["L1H"] != after.heads["L1H"]).any(0).any(0).nonzero()[:, 0].tolist()
-        assert moved == rows(structure.weight_slices(spec, 2).out)
+        for other_stream in STREAMS:
+            assert moved(other_stream) == expected.get(other_stream, set()), other_stream
 
 
 class TestStreams:
-    @pytest.mark.parametrize(
+    @each(
         "config",
         [
             {"n_qk_heads": 1},
@@ -144,7 +134,7 @@ class TestStreams:
         assert weights.isfinite().all() and projected.grad.isfinite().all()
 
     @every_grouping
-    @pytest.mark.parametrize("prefix", [1, 2, 20])
+    @each("prefix", [1, 2, 20])
     def test_at_decode_equal_the_full_pass(self, prefix: int, n_qk_heads: int) -> None:
         model, ids = llamba(n_qk_heads=n_qk_heads), tokens(2, 21)
         whole = traced(model, ids)
@@ -159,29 +149,3 @@ class TestStreams:
             for name in STREAMS:
                 expected = getattr(full, name)[:, prefix : prefix + 1]
                 torch.testing.assert_close(getattr(one, name), expected, atol=1e-5, rtol=1e-5)
-
-
-class TestDescription:
-    @every_grouping
-    def test_state_is_what_the_cache_holds(self, n_qk_heads: int) -> None:
-        model = llamba(n_qk_heads=n_qk_heads)
-        structure, spec, _ = of(model)
-        slot = model(tokens(1, 9), use_cache=True).past_key_values.layers[1]
-        held = slot.conv_states[0].numel() + slot.recurrent_states[0].numel()
-        assert structure.state_numel(spec) == held and structure.kv_numel(spec) == 0
-
-    def test_spec_is_the_mixers_shape(self) -> None:
-        model = llamba(n_qk_heads=2, ssm={"d_conv": 3})
-        for layer, spec in enumerate(family_of(model.config).mixers(model.config)):
-            mixer = model.backbone.layers[layer].mixer
-            assert mixer_of(model, spec) is mixer and spec.conv_kernel == mixer.conv_kernel_size == 3
-            assert (spec.num_heads, spec.head_dim, spec.num_groups) == (HEADS, HEAD_DIM, 2)
-
-    def test_hybrid_config_keeps_all_but_the_splice(self) -> None:
-        base = llamba(norm_epsilon=0.1).config
-        family = family_of(base)
-        config = family.hybrid_config(base, SPLICE)
-        assert config.splice == SPLICE and config.layer_types == ["hybrid", "linear_attention", "hybrid"]
-        ours, theirs = config.to_dict(), base.to_dict()
-        assert all(ours[name] == theirs[name] for name in set(theirs) - {"splice", "architectures"})
-        assert family.hybrid_config(config, [llamba_site(1)]).splice == [llamba_site(1)]

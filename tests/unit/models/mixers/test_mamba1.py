@@ -14,11 +14,12 @@ from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.splice.graft import splice_model
 from surgery.types import MixerSpec
 from tests.support.battery import plan_of
+from tests.support.cases import each
 from tests.support.pico import pico_family, tokens
 
 STREAMS = ("x", "key", "query", "step", "gate")
-every_kind = pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
-every_width = pytest.mark.parametrize("width", [1, 16, 64])
+every_kind = each("name", ["mamba", "falcon_mamba"])
+every_width = each("width", [1, 16, 64])
 
 
 @pytest.fixture
@@ -46,9 +47,9 @@ def rows(span: slice) -> list[int]:
     return list(range(span.start, span.stop))
 
 
-@every_kind
-@every_width
 class TestSlices:
+    @every_width
+    @every_kind
     def test_partition_of_in_proj_and_the_convolution(self, name: str, width: int) -> None:
         structure, spec, mixer = of(pico_family(name, channels_per_head=width))
         assert (spec.num_heads, spec.head_dim, spec.native_heads) == (64 // width, width, width == 1)
@@ -59,6 +60,8 @@ class TestSlices:
             assert [i for s in heads for i in rows(getattr(s, part))] == list(range(size))
         assert all(getattr(s, part) is None for s in heads for part in ("key", "query", "conv_key", "conv_query"))
 
+    @every_width
+    @every_kind
     def test_each_slice_moves_the_stream_it_names(self, name: str, width: int) -> None:
         """And, of the value, what `x_proj` makes of all channels."""
         for part, stream in (("value", "x"), ("conv_value", "x"), ("gate", "gate")):
@@ -76,7 +79,6 @@ class TestSlices:
             assert shared == [stream == "x"] * 3
 
 
-@every_kind
 class TestStreams:
     @staticmethod
     def assert_rebuilt(model: Any) -> None:
@@ -91,15 +93,18 @@ class TestStreams:
             torch.testing.assert_close(rebuilt, trace.scan[spec.name], atol=1e-9, rtol=0)
             assert torch.equal(trace.scan[spec.name], trace.heads[spec.name]), "there is no norm between them"
 
-    @pytest.mark.parametrize("more", [{}, {"use_conv_bias": False}, {"use_bias": True}, {"hidden_act": "gelu"}])
+    @every_kind
+    @each("more", [{}, {"use_conv_bias": False}, {"use_bias": True}, {"hidden_act": "gelu"}])
     def test_rebuild_the_scan(self, name: str, more: dict, exact: None) -> None:
         self.assert_rebuilt(pico_family(name, **more).double())
 
-    @pytest.mark.parametrize("init", ["ssm", "random"])
+    @every_kind
+    @each("init", ["ssm", "random"])
     def test_of_a_hybrid(self, name: str, init: str, exact: None) -> None:
         base = pico_family(name)
         self.assert_rebuilt(splice_model(base, plan_of(base, "add", init)).double())
 
+    @every_kind
     def test_hidden_attention_is_causal_and_has_its_formula(self, name: str) -> None:
         """Against the formula of docs/LOCATE.md, one entry at a time."""
         model = pico_family(name)
@@ -113,6 +118,7 @@ class TestStreams:
             torch.testing.assert_close(weights[0, i, t, s], expected.detach())
         assert weights.shape == (1, 64, 12, 12) and not weights.triu(1).any() and weights.isfinite().all()
 
+    @every_kind
     def test_hidden_attention_of_a_strong_decay_is_finite(self, name: str) -> None:
         """Its gradient too: masked before the exponential, or what is masked overflows."""
         model = pico_family(name)
@@ -123,7 +129,8 @@ class TestStreams:
         weights.sum().backward()
         assert weights.isfinite().all() and mixer.A_log.grad.isfinite().all()
 
-    @pytest.mark.parametrize("prefix", [1, 2, 20])
+    @every_kind
+    @each("prefix", [1, 2, 20])
     def test_at_decode_equal_the_full_pass(self, name: str, prefix: int) -> None:
         model, ids = pico_family(name), tokens(2, 21)
         whole = traced(model, ids)

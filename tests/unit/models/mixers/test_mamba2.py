@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from surgery.models.hooks import ActivationCache, record
 from surgery.models.layouts import Structure
-from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
+from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.mixers.mamba2 import read_state, short_conv
 from surgery.types import MixerSpec
+from tests.support.cases import each
 from tests.support.pico import HEAD_DIM, HEADS, pico_base, pico_hybrid, pico_site, random_site, tokens
 
-every_grouping = pytest.mark.parametrize("n_groups", [1, 2, 4])
+every_grouping = each("n_groups", [1, 2, 4])
 SPLICE = [pico_site(0, [1, 3]), random_site(2, [0], "replace")]
 
 
@@ -66,22 +66,9 @@ class TestSlices:
         assert sorted(i for s in heads for i in rows(s.out)) == list(range(mixer.out_proj.in_features))
 
     @every_grouping
-    def test_heads_of_a_group_share_keys_and_queries(self, n_groups: int) -> None:
-        structure, spec, _ = of(pico_base(n_groups=n_groups))
-        for a in range(HEADS):
-            for b in range(HEADS):
-                one, other = structure.weight_slices(spec, a), structure.weight_slices(spec, b)
-                same_group = a * n_groups // HEADS == b * n_groups // HEADS
-                for name in ("key", "query", "conv_key", "conv_query"):
-                    assert (getattr(one, name) == getattr(other, name)) == same_group
-                for name in ("gate", "value", "conv_value", "out"):
-                    assert (getattr(one, name) == getattr(other, name)) == (a == b)
-
-    @every_grouping
-    @pytest.mark.parametrize("head", [0, 2])
-    @pytest.mark.parametrize("name", ["value", "key", "query", "step", "gate", "conv_value", "conv_key", "conv_query"])
-    def test_each_slice_moves_the_stream_it_names(self, name: str, head: int, n_groups: int) -> None:
-        model = pico_base(n_groups=n_groups)
+    @each("name", ["value", "key", "query", "step", "gate", "conv_value", "conv_key", "conv_query"])
+    def test_each_slice_moves_the_stream_it_names(self, name: str, n_groups: int) -> None:
+        model, head = pico_base(n_groups=n_groups), 2
         structure, spec, mixer = of(model)
         before = traced(model, tokens())
         one = structure.streams(mixer, spec, before.projected["L1H"])
@@ -98,21 +85,12 @@ class TestSlices:
 
         stream = {"value": "x", "conv_value": "x"}.get(name, name.removeprefix("conv_"))
         expected = {stream: {spec.group_of(head) if stream in ("key", "query") else head}}
-        for each in ("x", "key", "query", "step"):
-            assert moved(each) == expected.get(each, set()), each
+        for other_stream in ("x", "key", "query", "step"):
+            assert moved(other_stream) == expected.get(other_stream, set()), other_stream
         if name == "gate":  # acts after the scan, and through the norm a little on every head
             assert torch.equal(before.scan["L1H"], after.scan["L1H"])
             change = (before.heads["L1H"] - after.heads["L1H"]).abs().mean((0, 1)).view(HEADS, HEAD_DIM).mean(1)
             assert int(change.argmax()) == head
-
-    def test_out_is_where_the_heads_output_lies(self) -> None:
-        model = pico_base(n_groups=2)
-        structure, spec, mixer = of(model)
-        before = traced(model, tokens())
-        mixer.D.data[2] += 1
-        after = traced(model, tokens())
-        moved = (before.scan["L1H"] != after.scan["L1H"]).any(0).any(0).nonzero()[:, 0].tolist()
-        assert moved == rows(structure.weight_slices(spec, 2).out)
 
 
 class TestStreams:
@@ -131,21 +109,16 @@ class TestStreams:
             torch.testing.assert_close(rebuilt, trace.scan[f"L{layer}H"], atol=1e-9, rtol=0)
 
     @every_grouping
-    @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.3, 0.8)])
+    @each("limits", [(0.0, float("inf")), (0.3, 0.8)])
     def test_rebuild_the_scan(self, limits: tuple[float, float], n_groups: int, exact: None) -> None:
         self.assert_rebuilt(pico_base(n_groups=n_groups, time_step_limit=limits).double())
 
-    @pytest.mark.parametrize("more", [{"use_conv_bias": False}, {"use_bias": True}, {"hidden_act": "gelu"}])
+    @each("more", [{"use_conv_bias": False}, {"use_bias": True}, {"hidden_act": "gelu"}])
     def test_follow_the_config(self, more: dict, exact: None) -> None:
         self.assert_rebuilt(pico_base(n_groups=2, **more).double())
 
     def test_of_a_hybrid(self, exact: None) -> None:
         self.assert_rebuilt(pico_hybrid(SPLICE, n_groups=2).double())
-
-    def test_skip_is_what_the_hidden_attention_leaves_out(self) -> None:
-        structure, _, mixer = of(pico_base())
-        x_BHP = torch.randn(2, HEADS, HEAD_DIM)
-        assert torch.equal(structure.skip(mixer, x_BHP), mixer.D[:, None] * x_BHP)
 
     def test_hidden_attention_is_causal_and_has_its_formula(self) -> None:
         """Against the formula of docs/LOCATE.md, one entry at a time."""
@@ -171,7 +144,7 @@ class TestStreams:
         assert weights.isfinite().all() and mixer.A_log.grad.isfinite().all()
 
     @every_grouping
-    @pytest.mark.parametrize("prefix", [1, 2, 20])
+    @each("prefix", [1, 2, 20])
     def test_at_decode_equal_the_full_pass(self, prefix: int, n_groups: int) -> None:
         model, ids = pico_base(n_groups=n_groups), tokens(2, 21)
         whole = traced(model, ids)
@@ -186,15 +159,6 @@ class TestStreams:
             for name in ("x", "key", "query", "step"):
                 expected = getattr(full, name)[:, prefix : prefix + 1]
                 torch.testing.assert_close(getattr(one, name), expected, atol=1e-5, rtol=1e-5)
-
-    def test_change_nothing(self) -> None:
-        model = pico_base()
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        trace = traced(model, tokens())
-        projected = trace.projected["L1H"].clone()
-        self._rebuilt(model, 1, trace)
-        assert torch.equal(projected, trace.projected["L1H"])
-        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 class TestOneToken:
@@ -212,7 +176,7 @@ class TestOneToken:
                 after = decay[r, h] * state[r % B, h] + value[r, h, :, None] * key[r, g]
                 torch.testing.assert_close(found[r, h], after @ query[r, g], atol=1e-5, rtol=1e-5)
 
-    @pytest.mark.parametrize("bias", [False, True])
+    @each("bias", [False, True])
     def test_a_convolution_of_one_token_takes_its_window_from_fewer_rows(self, bias: bool) -> None:
         """Against the convolution of the window and the token together."""
         conv = torch.nn.Conv1d(6, 6, 4, groups=6, bias=bias)
@@ -220,39 +184,3 @@ class TestOneToken:
         found = short_conv(conv, token, window)
         whole = torch.cat([window.repeat(3, 1, 1), token.transpose(1, 2)], -1)
         torch.testing.assert_close(found, conv(whole)[..., -1:].transpose(1, 2))
-
-
-class TestDescription:
-    def test_paths_lead_to_the_mixers(self) -> None:
-        for model in (pico_base(), pico_hybrid(SPLICE)):
-            family = family_of(model.config)
-            for spec in family.mixers(model.config):
-                assert model.get_submodule(spec.path) is mixer_of(model, spec)
-                assert block_of(model, spec.layer, spec).mixer is mixer_of(model, spec)
-                assert model.backbone.layers[spec.layer].mixer is mixer_of(model, spec)
-
-    def test_a_hybrid_has_the_geometry_of_its_base(self) -> None:
-        base = geometry_of(pico_base().config)
-        assert base == geometry_of(pico_hybrid(SPLICE).config)
-        assert base != geometry_of(pico_base(n_groups=2).config) != geometry_of(pico_base(layers=2).config)
-
-    def test_hybrid_config_keeps_all_but_the_splice(self) -> None:
-        base = pico_base(n_groups=2, time_step_limit=(0.1, 2.0)).config
-        family = family_of(base)
-        config = family.hybrid_config(base, SPLICE)
-        assert config.splice == SPLICE and base.model_type == "mamba2" and config.model_type == "mamba2_hybrid"
-        ours, theirs = config.to_dict(), base.to_dict()
-        for name in set(theirs) - {"model_type", "layer_types", "architectures", "transformers_version"}:
-            assert ours[name] == theirs[name], name
-        again = family.hybrid_config(config, [pico_site(1)])
-        assert again.splice == [pico_site(1)] and again.layer_types[0] == "linear_attention"
-
-    def test_build_hybrid_takes_the_bases_weights(self) -> None:
-        base = pico_base(n_groups=2)
-        family = family_of(base.config)
-        hybrid = family.build_hybrid(family.hybrid_config(base.config, SPLICE[:1])).eval()
-        missing, unexpected = hybrid.load_state_dict(base.state_dict(), strict=False)
-        assert not unexpected and all(".attention." in name for name in missing)
-        with torch.no_grad():
-            logits = hybrid(tokens(), cache_params=DynamicCache(config=hybrid.config), use_cache=True).logits
-            torch.testing.assert_close(logits, base(tokens()).logits)

@@ -1,8 +1,4 @@
-"""Mamba-2 with spliced attention heads: config, model and causal language model.
-
-Shipped with every exported checkpoint, so it imports the standard library, torch and transformers only. Everything
-but the branch is transformers' own Mamba-2 (arXiv 2405.21060).
-"""
+"""Mamba-2 (arXiv 2405.21060) with spliced attention heads: config, mixer, model and causal language model."""
 
 from transformers import GenerationMixin, Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import (
@@ -12,9 +8,15 @@ from transformers.models.mamba2.modeling_mamba2 import (
     Mamba2PreTrainedModel,
 )
 
-from .configuration import HybridConfigMixin
-from .mixer import HybridMixerMixin
-from .model import HybridCausalLMMixin, HybridInitMixin, HybridModelMixin, LogitsMixin, RecordingMixin
+from .configuration_hybrid import HybridConfigMixin
+from .modeling_hybrid import (
+    HybridCausalLMMixin,
+    HybridInitMixin,
+    HybridMixerMixin,
+    HybridModelMixin,
+    LogitsMixin,
+    RecordingMixin,
+)
 
 
 class Mamba2HybridConfig(HybridConfigMixin, Mamba2Config):
@@ -47,8 +49,8 @@ class Mamba2HybridModel(HybridModelMixin, RecordingMixin, Mamba2HybridPreTrained
 
     def __init__(self, config: Mamba2HybridConfig) -> None:
         super().__init__(config)
-        for block in self.layers:
-            Mamba2HybridMixer.take_over(block.mixer, config)
+        for index, block in enumerate(self.layers):
+            block.mixer = Mamba2HybridMixer(config, index, initialize_mixer_weights=False)
         self.post_init()
 
 

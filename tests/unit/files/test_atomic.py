@@ -138,6 +138,22 @@ def test_what_fails_between_the_renames_leaves_the_old_folder_and_nothing_else(
     assert names(tmp_path) == ["out", "out/f"] and (tmp_path / "out" / "f").read_text() == "1"
 
 
+def test_an_interrupt_while_a_temporary_folder_is_removed_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, interrupts = os.rmdir, [KeyboardInterrupt]
+
+    def rmdir(path: Path, **named: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        real(path, **named)
+
+    monkeypatch.setattr(rundir.os, "rmdir", rmdir)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "f", "1")
+    assert names(tmp_path) == ["f"]
+
+
 def test_a_kill_at_any_step_leaves_one_of_the_two_folders_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -340,7 +340,7 @@ def revision_of(base: Base) -> str:
 def _check_keys(file: Path) -> None:
     """Refuse control characters in keys: tokenizers prints unknown keys, and a terminal obeys them."""
     keys: list[str] = []
-    with reading("base.tokenizer", str(file), "It is damaged. Download it again."):
+    with reading("base.tokenizer", str(file), "Its tokenizer files are damaged. Download them again."):
         json.loads(
             file.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: keys.extend(key for key, _ in pairs)
         )

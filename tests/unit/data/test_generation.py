@@ -179,7 +179,7 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     nats, tokens = answer_nats(model, tokenizer, asked, 64)
     assert found["loss"] == {"nats": nats, "tokens": tokens} and found["first_token"]["n"] == len(asked)
     (examples,) = arm.examples.values()
-    assert [e.wanted.strip() == e.generated.strip() for e in examples] == correct.tolist()
+    assert [e["wanted"].strip() == e["generated"].strip() for e in examples] == correct.tolist()
     expected = {"perplexity": perplexity(model, tokenizer, plain, 64), "n": len(plain)}
     assert arm.summary["held_out"]["texts.jsonl"] == expected
     assert torch.equal(arm.correct["held_out/rows.jsonl"], correct) and len(arm.correct) == 1

@@ -1,12 +1,14 @@
-"""Coarse figures, which are drawn faster."""
+"""Figures are drawn here, also in a process in which the tests of tests/integration write one pixel instead."""
 
 from __future__ import annotations
 
 import pytest
+from matplotlib.figure import Figure
 
-from surgery.report.figures import canvas
+_SAVEFIG = Figure.savefig
 
 
 @pytest.fixture(autouse=True)
-def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canvas, "DPI", 30)
+def draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the method that tests/integration/conftest.py replaces."""
+    monkeypatch.setattr(Figure, "savefig", _SAVEFIG)

@@ -1,14 +1,16 @@
-"""Figures are drawn here, also in a process in which the tests of tests/integration write one pixel instead."""
+"""Coarse figures, which are drawn faster, also in a process in which tests/integration writes one pixel instead."""
 
 from __future__ import annotations
 
 import pytest
 from matplotlib.figure import Figure
 
+from surgery.report.figures import canvas
+
 _SAVEFIG = Figure.savefig
 
 
 @pytest.fixture(autouse=True)
-def draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the method that tests/integration/conftest.py replaces."""
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canvas, "DPI", 30)
     monkeypatch.setattr(Figure, "savefig", _SAVEFIG)

@@ -25,6 +25,7 @@ from tests.support.processes import Reloads
 
 LIMIT = 10.0  # seconds
 MEMORY = 12 << 30  # address space: a bomb ends with MemoryError, not with the machine
+_OURS = re.compile(r"\.lock$|\.surgery-\d+\.tmp(/\.surgery\.json)?$")
 _EMPTY = hashlib.blake2b(b"", digest_size=16).hexdigest()  # in a `Snapshot`
 FINE, REFUSED = "exit 0", "refused"
 _PARTIAL = re.compile(r"\..+\.surgery-\d+\.tmp|.*\.(part|incomplete|tmp)")
@@ -192,8 +193,8 @@ def judge(case: Case, place: Path, before: Snapshot, ended: Ended) -> Verdict:
         return verdict("exit code", str(ended.code))
     after = snapshot(place / "work")
     changed = [path for path, what in before.items() if after.get(path) != what and not _may_write(case, path)]
-    # An empty file with the name of a lock is taken as one, as flock(1) takes it, and holds nothing to lose.
-    changed = [path for path in changed if not (path.endswith(".lock") and before[path] == _EMPTY)]
+    # Nothing is lost: an empty file is taken as a lock, as by flock(1), and empty temporary folders are removed.
+    changed = [path for path in changed if not (before[path] in (_EMPTY, "folder") and _OURS.search(path))]
     if changed:
         return verdict("input changed", case.arguments[0], f"{changed[0]}: {after.get(changed[0], 'gone')}")
     new = sorted(set(after) - set(before))

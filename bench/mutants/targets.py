@@ -18,6 +18,19 @@ _HYBRIDS = tuple(
         "common_properties",
     )
 )
+_STEP = tuple(
+    f"{_TRAIN}/test_{name}.py"
+    for name in (
+        "teacher",
+        "micro_batches",
+        "shared_prefix",
+        "logits_cache",
+        "packing_rows",
+        "packing",
+        "trainer",
+        "training",
+    )
+)
 _FOLDERS = (
     "tests/unit/files/test_atomic.py",
     "tests/unit/run/test_stages.py",
@@ -43,27 +56,8 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_TRAIN}/test_losses.py",
             f"{_TRAIN}/test_logits_cache.py",
         ),
-        "surgery.train.objectives": (
-            f"{_TRAIN}/test_losses.py",
-            f"{_TRAIN}/test_teacher.py",
-            f"{_TRAIN}/test_micro_batches.py",
-            f"{_TRAIN}/test_shared_prefix.py",
-            f"{_TRAIN}/test_logits_cache.py",
-            f"{_TRAIN}/test_packing_rows.py",
-            f"{_TRAIN}/test_packing.py",
-            f"{_TRAIN}/test_trainer.py",
-            f"{_TRAIN}/test_training.py",
-        ),
-        "surgery.train.targets": (
-            f"{_TRAIN}/test_teacher.py",
-            f"{_TRAIN}/test_micro_batches.py",
-            f"{_TRAIN}/test_shared_prefix.py",
-            f"{_TRAIN}/test_logits_cache.py",
-            f"{_TRAIN}/test_packing_rows.py",
-            f"{_TRAIN}/test_packing.py",
-            f"{_TRAIN}/test_trainer.py",
-            f"{_TRAIN}/test_training.py",
-        ),
+        "surgery.train.objectives": (f"{_TRAIN}/test_losses.py", *_STEP),
+        "surgery.train.targets": _STEP,
     },
     "sweep": {
         "surgery.locate.ablation_sweep": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,19 +12,28 @@ import pytest
 
 
 def each(names: str | tuple[str, ...], values: Iterable[Any], ids: Iterable[str] = ()) -> Callable[[Any], Any]:
-    """Decorate a test to run for each of these values, as `pytest.mark.parametrize` takes them, as one test.
+    """Decorate a test, or each test of a class, to run for all these values, as one test.
 
     Each case has a `tmp_path` and a `monkeypatch` of its own; all cases share the other fixtures.
 
     Args:
         names: names of the arguments, separated by commas, or a tuple of them.
-        values: a value for each case; a tuple where there are several arguments.
-        ids: names of the cases.
+        values: a value for each case, as `pytest.mark.parametrize` takes them: a tuple where there are several
+            arguments. A mapping has the names of the cases as keys.
+        ids: names of the cases otherwise.
     """
     arguments = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else names
+    if isinstance(values, Mapping):
+        ids, values = values.keys(), values.values()
     cases, labels = list(values), list(ids)
 
     def decorate(test: Any) -> Any:
+        if isinstance(test, type):
+            for name, function in list(vars(test).items()):
+                if name.startswith("test"):
+                    setattr(test, name, decorate(function))
+            return test
+
         @functools.wraps(test)
         def run_all(*args: Any, **fixtures: Any) -> None:
             for number, case in enumerate(cases):

@@ -14,7 +14,7 @@ from surgery.hybrid.modeling_mamba_hybrid import StreamAttention
 from surgery.recipe import Splice
 from surgery.splice.plan import splice_field
 from tests.support.battery import plan_of
-from tests.support.loops import for_each
+from tests.support.cases import each
 from tests.support.pico import (
     HIDDEN,
     pico_config,
@@ -98,8 +98,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "float32", torch.float64)
 
 
-@for_each("site", SITES)
-@for_each("implementation", ["eager", "sdpa"])
+@each("site", SITES)
+@each("implementation", ["eager", "sdpa"])
 def test_equals_the_naive_branch(site: dict, implementation: str, exact: None) -> None:
     branch, u = make(site, implementation), inputs()
     padding = torch.ones(2, 11)
@@ -111,7 +111,7 @@ def test_equals_the_naive_branch(site: dict, implementation: str, exact: None) -
         torch.testing.assert_close(output[b][real], expected[real], atol=1e-10, rtol=0)
 
 
-@for_each("site", SITES)
+@each("site", SITES)
 def test_rows_are_the_naive_weights(site: dict, exact: None) -> None:
     branch, u = make(site), inputs()
     padding = torch.ones(2, 11)
@@ -151,9 +151,9 @@ def naive_stream(branch: StreamAttention, u: Tensor, x: Tensor, parameters: Tens
     return torch.stack(outputs)
 
 
-@for_each("name", ["mamba", "falcon_mamba"])
-@for_each("width", [None, 6])
-@for_each("implementation", ["eager", "sdpa"])
+@each("name", ["mamba", "falcon_mamba"])
+@each("width", [None, 6])
+@each("implementation", ["eager", "sdpa"])
 def test_a_branch_of_streams_equals_the_naive_one(
     name: str, width: int | None, implementation: str, exact: None
 ) -> None:
@@ -172,7 +172,7 @@ def test_a_branch_of_streams_equals_the_naive_one(
 
 
 @torch.no_grad()
-@for_each("rank", [3, 4])  # 4 is the width of B and C too
+@each("rank", [3, 4])  # 4 is the width of B and C too
 def test_a_fresh_branch_of_streams_picks_c_and_b(rank: int) -> None:
     """The query is C and the key is B, whatever the width of dt before them."""
     base = pico_family("mamba", time_step_rank=rank)

@@ -21,12 +21,12 @@ from surgery.hybrid import CLASSES
 from surgery.hybrid.modeling_hybrid import HybridMixerMixin
 from surgery.models.runtime import requires_grad, stays_in_fp32
 from tests.support.battery import base, logits, shared, stays_fp32, trained
-from tests.support.loops import for_each
+from tests.support.cases import each
 from tests.support.pico import SPLICED_FAMILIES, VOCAB, pad, tokens
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
-every_class = for_each("classes", {c[0].model_type: c for c in CLASSES})
-every_spliced = for_each("name", SPLICED_FAMILIES)
+every_class = each("classes", {c[0].model_type: c for c in CLASSES})
+every_spliced = each("name", SPLICED_FAMILIES)
 # Models that transformers compiles whole; in the others a cache of fixed size is refused.
 COMPILES = ("mamba2", "mamba2attn", "bamba", "granite", "nemotron_h")
 
@@ -72,7 +72,7 @@ class TestSaving:
         assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
         assert again.layer_types == config.layer_types and again.num_labels == config.num_labels
 
-    @for_each("size", ["50GB", "20KB"])
+    @each("size", ["50GB", "20KB"])
     def test_save_and_load(self, name: str, size: str, tmp_path: Path) -> None:
         """In one file and in several; every tensor once."""
         model = trained(name)
@@ -146,7 +146,7 @@ class TestSaving:
         exact = logits(trained(name), tokens())
         assert (found.float() - exact).std() < 0.1 * exact.std()
 
-    @for_each("tied", [True, False])
+    @each("tied", [True, False])
     def test_tied_weights(self, name: str, tied: bool, tmp_path: Path) -> None:
         """Tied: one tensor, also after a load, stored once. Untied: two, with the numbers that they had."""
         config = copy.deepcopy(trained(name).config)
@@ -258,7 +258,7 @@ class TestTraining:
                 p -= 0.02 * p.grad / norm
         assert model(ids, labels=ids).loss.item() < before
 
-    @for_each("reentrant", [False, True])
+    @each("reentrant", [False, True])
     def test_checkpointing_gives_the_same_gradients(self, name: str, reentrant: bool) -> None:
         found = []
         for checkpointing in (False, True):
@@ -306,7 +306,7 @@ def test_tokens_after_a_cache(name: str) -> None:
         torch.testing.assert_close(second.logits, logits(model, ids)[:, -new:], **CLOSE)
 
 
-@for_each("argument", ["cache_params", "past_key_values"])
+@each("argument", ["cache_params", "past_key_values"])
 def test_old_names_of_the_cache_are_deprecated(argument: str) -> None:
     for name in ("mamba2", "bamba"):
         model = trained(name)

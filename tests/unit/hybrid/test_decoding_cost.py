@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgery.hybrid import modeling_hybrid
 from tests.support.battery import base, trained
-from tests.support.loops import for_each
+from tests.support.cases import each
 from tests.support.pico import SPLICED_FAMILIES, pico_base, pico_hybrid, pico_site, random_site, tokens
 
 NO_KERNEL = (
@@ -78,7 +78,7 @@ def added(site: dict[str, Any], padded: bool = False) -> int:
     return len(operators_of_a_step(pico_hybrid([site]), padded)) - len(operators_of_a_step(pico_base()))
 
 
-@for_each("heads", [[2], [0, 3]])
+@each("heads", [[2], [0, 3]])
 def test_a_copied_head_adds_thirteen_operators(heads: list[int]) -> None:
     """Projection, two for the convolution, SiLU, scale, two copies, attention, gate (3), norm, output."""
     assert added(pico_site(0, heads, qk_width=16, v_width=16)) == 13
@@ -95,8 +95,8 @@ def test_what_costs_more() -> None:
     assert added(pico_site(0, [2]), padded=True) == 19  # three make the mask of all layers, one adds it
 
 
-@for_each("name", SPLICED_FAMILIES)
-@for_each("padded", [False, True])
+@each("name", SPLICED_FAMILIES)
+@each("padded", [False, True])
 def test_a_step_does_not_wait_for_the_device(name: str, padded: bool) -> None:
     """No number is read from a tensor, but where the family's own code does."""
     waits = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal"}

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from surgery.hybrid.modeling_llamba import chunked_scan, scan_step
-from tests.support.loops import for_each
+from tests.support.cases import each
 
 B, H, P, N = 2, 4, 5, 3
-every_grouping = for_each("groups", [1, 2, 4])
+every_grouping = each("groups", [1, 2, 4])
 
 
 def inputs(T: int, groups: int = 2, seed: int = 0) -> list[Tensor]:
@@ -48,14 +48,14 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 
 class TestValues:
     @every_grouping
-    @for_each("chunk", [1, 3, 8, 64])
-    @for_each("T", [1, 2, 8, 21])
+    @each("chunk", [1, 3, 8, 64])
+    @each("T", [1, 2, 8, 21])
     def test_chunks_are_steps(self, T: int, chunk: int, groups: int) -> None:
         expected = looped(*inputs(T, groups))
         assert_same(stepped(*inputs(T, groups)), expected)
         assert_same(chunked_scan(*inputs(T, groups), chunk), expected)
 
-    @for_each("chunk", [4, 32])
+    @each("chunk", [4, 32])
     def test_gradients(self, chunk: int) -> None:
         found, expected = ([v.requires_grad_() for v in inputs(13)] for _ in range(2))
         for leaves, (y, state) in ((found, chunked_scan(*found, chunk)), (expected, stepped(*expected))):

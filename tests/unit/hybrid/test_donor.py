@@ -12,7 +12,7 @@ from surgery.models.donors import donor_mixers
 from surgery.models.lookup import mixer_of
 from surgery.splice.graft import splice_model
 from surgery.types import Plan
-from tests.support.loops import for_each
+from tests.support.cases import each
 from tests.support.pico import HIDDEN, pico_family, prompts, tokens
 from tests.support.teachers import plan_for, section, teacher_of
 
@@ -45,7 +45,7 @@ def branch_output(hybrid, plan: Plan, x_BTD: Tensor) -> Tensor:
     return mixer_of(hybrid, plan.grafts[0].site).attention(x_BTD, None, SplicePass(causal=causal))[0]
 
 
-@for_each("name", TEACHERS)
+@each("name", TEACHERS)
 class TestHeads:
     @torch.no_grad()
     def test_heads_compute_what_the_donors_do(self, name: str) -> None:

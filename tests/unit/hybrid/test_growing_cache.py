@@ -14,12 +14,12 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 
 from surgery.hybrid.modeling_hybrid import GrowingHybridLayer, GrowingLayer, let_grow
 from tests.support.battery import trained
-from tests.support.loops import for_each
+from tests.support.cases import each
 from tests.support.pico import SPLICED_FAMILIES, tokens
 
 PLAIN = {GrowingLayer: DynamicLayer, GrowingHybridLayer: LinearAttentionAndFullAttentionLayer}
-every_kind = for_each("kind", list(PLAIN))
-every_shape = for_each("shape", [(1, (8, 16)), (3, (8, 8)), (2, (16, 8))])
+every_kind = each("kind", list(PLAIN))
+every_shape = each("shape", [(1, (8, 16)), (3, (8, 8)), (2, (16, 8))])
 
 
 def token(number: int, heads: int, widths: tuple[int, int], rows: int = 2, count: int = 1) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ CHANGES: list[Callable[[Any], Any]] = [
 
 
 @every_kind
-@for_each("change", CHANGES)
+@each("change", CHANGES)
 def test_continues_after_a_change(kind: type[Any], change: Callable[[Any], Any]) -> None:
     """The changed layer goes on as transformers' does, and what it was copied from stays as it was and goes on too."""
     grown, plain = both(kind)
@@ -169,7 +169,7 @@ def test_other_modes_and_dtypes() -> None:
     assert grown.keys.dtype == torch.float32
 
 
-@for_each("name", SPLICED_FAMILIES)
+@each("name", SPLICED_FAMILIES)
 class TestModels:
     def test_layers_with_keys_grow(self, name: str) -> None:
         """In a cache that the model makes, and in one that it is given; of a fixed size they stay."""

@@ -18,8 +18,8 @@ from surgery.hybrid.modeling_hybrid import KERNELS, TORCH_CHUNK, has_kernel, ker
 from surgery.hybrid.modeling_mamba2_hybrid import Mamba2HybridMixer
 from surgery.models import torch_scans
 from surgery.models.torch_scans import choose_by_device, missing_kernel
+from tests.support.cases import each
 from tests.support.kernels import OnCuda
-from tests.support.loops import for_each
 from tests.support.pico import pico_family, tokens
 
 PACKAGES = {name.partition(".")[0]: set[str]() for modules in KERNELS.values() for name in modules}
@@ -70,8 +70,8 @@ def chosen(name: str, code: Callable[..., Any], function: Any = None) -> Callabl
     return getattr(file, name)
 
 
-@for_each("name", list(KERNELS))
-@for_each("device", ["cpu", "meta"])
+@each("name", list(KERNELS))
+@each("device", ["cpu", "meta"])
 def test_no_kernel_gets_a_tensor_that_is_not_on_a_cuda_device(
     name: str, device: str, packages: Callable[..., None]
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_plain_model_and_one_without_a_hybrid_class_are_covered() -> None:
 
 
 @torch.no_grad()
-@for_each("name", list(CHUNKS))
+@each("name", list(CHUNKS))
 def test_the_published_chunk_changes_neither_bits_nor_memory(name: str) -> None:
     """PyTorch's scan takes chunks of at most 32 tokens; the config stays."""
     found, field = list[Tensor](), CHUNKS[name]
@@ -144,7 +144,7 @@ class FromHub(nn.Module):
         type(self).forward = lambda _, *given, **named: function(*given, **named)  # type: ignore[method-assign]
 
 
-@for_each("replaced", [False, True])
+@each("replaced", [False, True])
 def test_a_kernel_of_the_hub_runs_on_cuda_tensors_only(replaced: bool, packages: Callable[..., None]) -> None:
     """`kernelize` sets the forward of the module that stands for the function."""
     packages()

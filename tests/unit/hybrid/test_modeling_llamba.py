@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.hybrid import LlambaConfig, LlambaForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaMixer
+from tests.support.cases import each
 from tests.support.llamba_loop import full, llamba, llamba_config, loop_logits, loop_mixer, part
-from tests.support.loops import for_each
 from tests.support.pico import HIDDEN, tokens
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide, silu, three taps": {"ssm": {"expand": 2, "activation": "silu", "d_conv": 3, "conv_bias": False}},
     "final norm": {"norm_epsilon": 0.1},
 }
-every_variant = for_each("config", VARIANTS)
+every_variant = each("config", VARIANTS)
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 
 
@@ -55,8 +55,8 @@ class TestForward:
 
 
 class TestPrecision:
-    @for_each("autocast", [False, True])
-    @for_each("at_once", [False, True])
+    @each("autocast", [False, True])
+    @each("at_once", [False, True])
     def test_slow_decay_is_not_rounded_away(self, at_once: bool, autocast: bool) -> None:
         """A bf16 state that holds 256 forgets what adds 1 to it; a bf16 decay of 0.999 is 1."""
         config = llamba_config(n_qk_heads=1, n_layer=1, ssm={"d_state": 1, "bias": True})
@@ -142,9 +142,9 @@ class TestCheckpoint:
         },
     }
 
-    @for_each("tied", [False, True])
-    @for_each("pickled", [False, True])
-    @for_each("kind", [LlambaForCausalLM, AutoModelForCausalLM])
+    @each("tied", [False, True])
+    @each("pickled", [False, True])
+    @each("kind", [LlambaForCausalLM, AutoModelForCausalLM])
     def test_published_files_load(self, tied: bool, pickled: bool, kind: Any, tmp_path: Path) -> None:
         fields = {**self.PUBLISHED, "tie_embeddings": tied}
         (tmp_path / "config.json").write_text(json.dumps(fields))

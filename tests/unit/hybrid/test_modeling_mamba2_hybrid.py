@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
-from tests.support.loops import for_each
+from tests.support.cases import each
 from tests.support.pico import (
     pad,
     pico_base,
@@ -27,8 +27,8 @@ SPLICES = {
     "several": [pico_site(0, [1, 3]), random_site(2, [0], "replace")],
     "all": [pico_site(0, [0]), pico_site(1, [1, 2], "replace"), random_site(2, [3])],
 }
-every_splice = for_each("splice", SPLICES)
-every_implementation = for_each("implementation", ["eager", "sdpa"])
+every_splice = each("splice", SPLICES)
+every_implementation = each("implementation", ["eager", "sdpa"])
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -40,7 +40,7 @@ def full(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
 class TestDecoding:
     @every_splice
     @every_implementation
-    @for_each("border", [1, 2, 9])
+    @each("border", [1, 2, 9])
     def test_several_tokens_after_a_prefix(self, splice: list, implementation: str, border: int) -> None:
         model, ids = pico_hybrid(splice, attn_implementation=implementation), tokens()
         first = model(ids[:, :border], use_cache=True)
@@ -94,7 +94,7 @@ class TestTraining:
         assert not any(branch + name in reached for name in ("o_proj.weight", "gate_proj.weight"))
         assert not any("layers.2" in name or "lm_head" in name for name in reached)
 
-    @for_each("keywords", [{"use_reentrant": True}, None])
+    @each("keywords", [{"use_reentrant": True}, None])
     def test_reentrant_checkpointing_never_loses_the_rows_silently(self, keywords: dict | None) -> None:
         """Asked for by name it is refused; what the library takes by default is refused or works."""
         model, queries = pico_hybrid([pico_site(1)]).train(), torch.tensor([[20], [20]])

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM, MambaSsmAttention
-from tests.support.loops import for_each
+from tests.support.cases import each
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.pico import pico_site, tokens
 
@@ -102,7 +102,7 @@ def assert_close(found: Tensor, expected: Tensor, atol: float = 3e-5) -> None:
     torch.testing.assert_close(found.double(), expected.double(), atol=atol, rtol=0)
 
 
-@for_each("case", list(CASES))
+@each("case", list(CASES))
 @torch.no_grad()
 def test_the_layer_is_mamba_ssms(case: str) -> None:
     model = attn_model(case).double()
@@ -116,7 +116,7 @@ def test_the_layer_is_mamba_ssms(case: str) -> None:
     assert_close(torch.cat(steps, dim=1), expected, atol=1e-12)
 
 
-@for_each("case", list(CASES))
+@each("case", list(CASES))
 @torch.no_grad()
 def test_the_model_is_mamba_ssms(case: str) -> None:
     model = attn_model(case)
@@ -124,7 +124,7 @@ def test_the_model_is_mamba_ssms(case: str) -> None:
     assert_close(model(ids).logits[0], naive_model(ids[0], model))
 
 
-@for_each("case", ["plain", "rotary"])
+@each("case", ["plain", "rotary"])
 def test_the_cache_keeps_what_each_layer_needs(case: str) -> None:
     model = attn_model(case, splice=[pico_site(3)])
     own = "hybrid" if case == "rotary" else "full_attention"

@@ -27,8 +27,8 @@ from surgery.hybrid.modeling_hybrid import (
 )
 from surgery.models.torch_scans import torch_scans
 from tests.support.battery import trained
+from tests.support.cases import each
 from tests.support.kernels import with_kernels
-from tests.support.loops import for_each
 from tests.support.pico import PAD, SPLICED_FAMILIES, pico_hybrid, pico_site, random_site, tokens
 from tests.unit.splice.test_inserted import trained as inserted
 
@@ -37,8 +37,8 @@ EXPERTS = ("granite", "nemotron_h", "inserted")  # torch multiplies theirs in fp
 LENGTHS = ((9, 7, 5), (11, 1, 6))  # by row; the second has padding at its end
 T = 21
 CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
-every_family = for_each("name", FAMILIES)
-every_path = for_each("fuses", [True, False])
+every_family = each("name", FAMILIES)
+every_path = each("fuses", [True, False])
 
 
 def hybrid(name: str) -> Any:
@@ -137,7 +137,7 @@ class TestPlaces:
             with pytest.raises(ValueError, match=r"^attention_mask: .* needs to be \(B,T\), or None"):
                 marked_documents(*given, masks)
 
-    @for_each("kernel", [1, 2, 4])
+    @each("kernel", [1, 2, 4])
     def test_a_convolution_begins_again(self, kernel: int) -> None:
         """Values and gradients of each document alone."""
         torch.manual_seed(0)
@@ -156,8 +156,8 @@ class TestPlaces:
 
 
 class TestBranch:
-    @for_each("implementation", ["eager", "sdpa"])
-    @for_each("site", [pico_site(0, [1, 3]), random_site(0)])
+    @each("implementation", ["eager", "sdpa"])
+    @each("site", [pico_site(0, [1, 3]), random_site(0)])
     def test_a_document_sees_itself(self, site: dict, implementation: str) -> None:
         """Output and rows, without any scan."""
         model = exact(pico_hybrid([site], attn_implementation=implementation)).requires_grad_(False)
@@ -178,8 +178,8 @@ class TestBranch:
             outside[..., span] = 0
             assert not outside.any()
 
-    @for_each("init", ["ssm", "random", "teacher"])
-    @for_each("mode", ["add", "replace"])
+    @each("init", ["ssm", "random", "teacher"])
+    @each("mode", ["add", "replace"])
     def test_every_kind_of_head(self, init: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with_kernels(monkeypatch)
         model = exact(trained("mamba2", mode=mode, init=init)).train()
@@ -226,7 +226,7 @@ def ways(ids: Tensor, index: Tensor) -> dict[str, dict[str, Any]]:
     }
 
 
-@for_each("name", [*SPLICED_FAMILIES, "inserted"])
+@each("name", [*SPLICED_FAMILIES, "inserted"])
 class TestWithoutKernels:
     """What callers of flash attention and `DataCollatorWithFlattening` pass, where no scan keeps documents apart."""
 
@@ -342,7 +342,7 @@ LEAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@for_each("leak", list(LEAKS))
+@each("leak", list(LEAKS))
 @every_path
 def test_what_is_broken_shows(leak: str, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with_kernels(monkeypatch, fuses=fuses)

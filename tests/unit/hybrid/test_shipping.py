@@ -16,7 +16,7 @@ from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from tests.support.battery import base, plan_of, trained
-from tests.support.loops import for_each
+from tests.support.cases import each
 from tests.support.pico import SPLICED_FAMILIES, pico_config
 from tests.unit.splice.test_plan import chosen
 
@@ -61,7 +61,7 @@ def test_a_name_belongs_to_one_class() -> None:
     assert register_branch("ssm")(BRANCHES["ssm"]) is BRANCHES["ssm"]
 
 
-@for_each("name", SPLICED_FAMILIES)
+@each("name", SPLICED_FAMILIES)
 def test_classes_of_the_library_need_no_more_files(name: str) -> None:
     config = trained(name).config
     assert outside_modules(config) == {}

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from tests.support.battery import trained
-from tests.support.loops import for_each
+from tests.support.cases import each
 from tests.support.pico import SPLICED_FAMILIES
 
 MISSING = object()
@@ -56,8 +56,8 @@ def changed(site: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     return {k: v for k, v in site.items() if k != field} | ({} if value is MISSING else {field: value})
 
 
-@for_each("name", SPLICED_FAMILIES)
-@for_each("init", ["ssm", "random", "teacher"])
+@each("name", SPLICED_FAMILIES)
+@each("init", ["ssm", "random", "teacher"])
 class TestEntries:
     def test_what_is_right_is_taken(self, name: str, init: Any) -> None:
         """As a list of mappings; an entry of an older release names no unit."""
@@ -90,7 +90,7 @@ class TestEntries:
             rebuilt(config, [first, "L0H1"])
 
 
-@for_each("name", SPLICED_FAMILIES)
+@each("name", SPLICED_FAMILIES)
 class TestPlaces:
     def test_a_layer_that_takes_no_splice(self, name: str) -> None:
         """Attention, MLPs, and Zamba2's layers with a shared block; the error names the others."""

@@ -26,8 +26,8 @@ import surgery.hybrid
 from surgery.hybrid.modeling_hybrid import HybridMixerMixin
 from surgery.models.lookup import family_of, mixer_of
 from tests.support.battery import base, logits, trained
+from tests.support.cases import each
 from tests.support.kernels import with_kernels
-from tests.support.loops import for_each
 from tests.support.pico import SPLICED_FAMILIES, tokens
 
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
@@ -69,7 +69,7 @@ def replace_projections(model: nn.Module, make: Any) -> None:
             setattr(model.get_submodule(parent), last, make(module))
 
 
-@for_each("name", SPLICED_FAMILIES)
+@each("name", SPLICED_FAMILIES)
 def test_default_adapters_train_and_others_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT finds targets by itself, and no fused kernel bypasses one. An adapter that the scan bypasses raises."""
     monkeypatch.delitem(LORA_DEFAULTS, trained(name).config.model_type, raising=False)
@@ -89,8 +89,8 @@ def test_default_adapters_train_and_others_are_refused(name: str, monkeypatch: p
             adapted.train()(tokens())
 
 
-@for_each("name", SPLICED_FAMILIES)
-@for_each("mode", ["add", "replace"])
+@each("name", SPLICED_FAMILIES)
+@each("mode", ["add", "replace"])
 class TestReplacedModules:
     def test_adapters_are_the_same_when_merged(self, name: str, mode: str) -> None:
         """LoRA on each projection of a spliced mixer: what it computes beside the weight and as part of it."""
@@ -147,7 +147,7 @@ class TestReplacedModules:
             assert [h for h, most in enumerate(heads) if most == 0] == sorted(silent)
 
 
-@for_each("name", SPLICED_FAMILIES)
+@each("name", SPLICED_FAMILIES)
 class TestBuilding:
     def test_gradient_checkpointing_of_the_config(self, name: str) -> None:
         """As in the plain class: on in every block, and no longer in the config."""
@@ -161,9 +161,9 @@ class TestBuilding:
         assert found == [(True, True, False)] * 2
 
 
-@for_each("name", SPLICED_FAMILIES)
+@each("name", SPLICED_FAMILIES)
 class TestMasksOfACache:
-    @for_each("new", [1, 3])
+    @each("new", [1, 3])
     def test_a_mask_of_the_new_tokens_alone(self, name: str, new: int) -> None:
         """Means what the whole mask means; so does one that is longer, for a cache of fixed size."""
         model, ids = trained(name), tokens(2, 9 + new)
@@ -214,7 +214,7 @@ def shipped_with(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*.py")}
 
 
-@for_each("name", SPLICED_FAMILIES)
+@each("name", SPLICED_FAMILIES)
 class TestSavingWithCode:
     def test_the_code_travels(self, name: str, tmp_path: Path) -> None:
         """Of the whole model, of the one without its head, and of the config: byte for byte, and named in full."""

@@ -91,7 +91,7 @@ def test_a_head_of_its_own_unties_the_config_and_what_is_converted(tmp_path: Pat
     assert not json.loads((tmp_path / "new" / "config.json").read_text())["tie_word_embeddings"]
 
 
-@each("case", CASES)
+@each("case", list(CASES))
 @each("kind", ["bin", "safetensors"])
 def test_attention_layers_and_mlps_load(tmp_path: Path, case: str, kind: Kind) -> None:
     model = attn_model(case, vocab_size=PADDED, tie_word_embeddings=True)

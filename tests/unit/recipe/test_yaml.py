@@ -66,7 +66,7 @@ def assert_refused(path: Path) -> RecipeError:
     return caught.value
 
 
-@each("name", HOSTILE)
+@each("name", list(HOSTILE))
 def test_a_hostile_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(HOSTILE[name], encoding="utf-8")

@@ -29,7 +29,7 @@ FAULTS = {
 }
 
 
-@each("text", FAULTS)
+@each("text", list(FAULTS))
 def test_the_error_names_file_and_line_and_what_to_write(tmp_path: Path, text: str) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(text)

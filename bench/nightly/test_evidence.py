@@ -33,7 +33,7 @@ from bench.studies.site_selection.tables import ENOUGH, fill, tables, tables_on
 from bench.studies.site_selection.train import prepared, run_arm
 from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
-from surgery.hybrid.modeling_hybrid import SplicedAttention
+from surgery.hybrid.modeling_hybrid import SplicedAttention, SplicePass
 from surgery.models.loading import load_model
 from surgery.recipe import Base
 from surgery.train.optimizer import mark_trainable, spliced_parameters
@@ -114,7 +114,7 @@ class TestLinearAttention:
     def test_is_the_sum_over_the_past_without_a_softmax(self) -> None:
         hybrid, branch = self.branch()
         u_BTD = torch.randn(2, 7, hybrid.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        query, key, value = branch.project(u_BTD, None, None, None)
+        query, key, value = branch.project(u_BTD, None, SplicePass(), None)
         mixed = torch.zeros(2, 7, branch.num_heads, branch.v_width)
         for b, h, t in np.ndindex(2, branch.num_heads, 7):
             for s in range(t + 1):

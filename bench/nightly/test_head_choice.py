@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +28,11 @@ from bench.studies.head_choice.arms import (
 )
 from bench.studies.head_choice.bases import BASES, StudyBase
 from bench.studies.head_choice.choosers import CHOOSERS, Chooser
-from bench.studies.head_choice.compiled_scan import compiled_scan
 from bench.studies.head_choice.regret import Results, best_accuracy, regrets
 from bench.studies.head_choice.tables import tables
 from bench.studies.site_selection.tables import tables_on
 from surgery.files.atomic import read_json, write_json
-from surgery.models import selective_scan as library_scan
 from surgery.models.lookup import family_of
-from surgery.models.selective_scan import selective_scan
 from tests.integration.conftest import PICO_MAMBA2 as BASE
 
 TOY = Budget(
@@ -217,27 +213,3 @@ def test_a_mamba1_computes_a_mamba2_up_to_the_norm_behind_the_gate() -> None:
         torch.testing.assert_close(converted(ids).logits, model(ids).logits, atol=1e-3, rtol=1e-4)
     sites = family_of(converted.config).sites(converted.config)
     assert [len(spec.heads) for spec in sites] == [12] * 4
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_the_compiled_scan_is_that_of_the_library() -> None:
-    """Output, last state and all gradients."""
-    drawn = torch.Generator().manual_seed(0)
-    x, dt = (torch.randn(2, 5, 33, generator=drawn) for _ in range(2))
-    A, (B, C) = -4 * torch.rand(5, 7, generator=drawn), (torch.randn(2, 7, 33, generator=drawn) for _ in range(2))
-    weights = torch.randn(2, 5, 33, generator=drawn), torch.randn(2, 5, 7, generator=drawn)
-
-    def computed() -> list[torch.Tensor]:
-        given = [v.clone().requires_grad_() for v in (x, dt, A, B, C)]
-        y, last = selective_scan(*given, delta_softplus=True, return_last_state=True)
-        ((y * weights[0]).sum() + (last * weights[1]).sum()).backward()
-        return [y, last, *(v.grad for v in given)]
-
-    own, given = computed(), library_scan._Scan
-    with compiled_scan():
-        assert library_scan._Scan is not given
-        compiled = computed()
-    assert library_scan._Scan is given
-    assert torch.tensor([1e-38]) * 0.1 > 0, "the library flushes denormal numbers of the whole process to zero"
-    for number, (expected, found) in enumerate(zip(own, compiled, strict=True)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, n=number: f"{n}: {text}")

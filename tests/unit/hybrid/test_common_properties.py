@@ -63,12 +63,11 @@ class TestConfig:
 
 @every_spliced
 class TestSaving:
-    @each("size", ["50GB", "20KB"])
-    def test_save_and_load(self, name: str, size: str, tmp_path: Path) -> None:
-        """In one file and in several; every tensor once."""
+    def test_save_and_load(self, name: str, tmp_path: Path) -> None:
+        """In several files; every tensor once."""
         model = trained(name)
-        stored = saved(model, tmp_path, max_shard_size=size)
-        assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "20KB")
+        stored = saved(model, tmp_path, max_shard_size="20KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
         unique = {v.data_ptr(): v.nbytes for v in model.state_dict(keep_vars=True).values()}
         assert sum(v.nbytes for v in stored.values()) == sum(unique.values())
         again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -243,19 +242,19 @@ class TestTraining:
                 p -= 0.02 * p.grad / norm
         assert model(ids, labels=ids).loss.item() < before
 
-    @each("reentrant", [False, True])
-    def test_checkpointing_gives_the_same_gradients(self, name: str, reentrant: bool) -> None:
-        found = []
-        for checkpointing in (False, True):
-            model, ids = to_train(name), tokens(2, 9)
-            if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    def test_checkpointing_gives_the_same_gradients(self, name: str) -> None:
+        found, ids = [], tokens(2, 9)
+        for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+            model = to_train(name)
+            if options:
+                model.gradient_checkpointing_enable(options)
                 assert model.is_gradient_checkpointing
             model(ids, labels=ids).loss.backward()
             found.append({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
-        assert found[0].keys() == found[1].keys()
-        for key, gradient in found[0].items():
-            torch.testing.assert_close(found[1][key], gradient, atol=1e-6, rtol=1e-4, msg=key)
+        for gradients in found[1:]:
+            assert gradients.keys() == found[0].keys()
+            for key, gradient in found[0].items():
+                torch.testing.assert_close(gradients[key], gradient, atol=1e-6, rtol=1e-4, msg=key)
 
     def test_a_copy_is_independent(self, name: str) -> None:
         """Hooks of the copy act on the copy: `replace` silences by a hook, and Mamba-1 reads its streams by one."""

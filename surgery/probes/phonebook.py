@@ -50,8 +50,7 @@ class Phonebook(Probe):
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """Generate a phonebook, some of its lines again as examples, and questions about other lines.
 
-        Examples and questions have the name alone, without the words of `filler`. Numbers have ten digits, or those of
-        `value_digits`.
+        Examples and questions have the name alone, without the words of `filler`.
         """
         pairs, shots = options.pairs, min(self.shots, options.pairs - 1)
         names = different(pairs, split, lambda: f"{_word(rng)} {_word(rng)}")

@@ -208,13 +208,14 @@ def test_needles_fill_the_length_and_lie_as_deep_as_asked() -> None:
 
 
 def test_words_of_mqar_are_single_tokens_of_disjoint_lists() -> None:
-    tokenizer, train, other = pico_tokenizer(), mqar_words(pico_tokenizer()), mqar_words(pico_tokenizer(), "eval")
+    tokenizer = pico_tokenizer()
+    (train, train_values), (other, other_values) = (mqar_words(tokenizer, split) for split in ("train", "eval"))
     assert encode([generated("mqar", pairs=12)], tokenizer).input_ids.shape == (1, 2 * 12 + 2)
     keys, values = (
-        [tokenizer(f" {word}")["input_ids"] for word in words] for words in ((*train.keys, *other.keys), train.values)
+        [tokenizer(f" {word}")["input_ids"] for word in words] for words in ((*train, *other), train_values)
     )
     assert {len(ids) for ids in (*keys, *values)} == {1} and max(keys) < min(values)
-    assert not set(train.keys) & set(other.keys) and train.values == other.values
+    assert not set(train) & set(other) and train_values == other_values
     bare = Tokenizer(
         models.BPE(vocab={symbol: i for i, symbol in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[])
     )

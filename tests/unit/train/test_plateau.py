@@ -77,13 +77,6 @@ def test_there_is_no_plateau_before_the_least_number_of_steps_nor_too_late_to_sh
     assert found(FLAT_AFTER[:300], stage(300, decay=0.2)) is None
 
 
-def test_the_answer_follows_from_the_steps_until_then() -> None:
-    """As after every step of a run, and after a resumption at any step."""
-    losses = noisy(FLAT_AFTER, 3)
-    first = next(step for step in range(STEPS + 1) if found(losses[:step]) is not None)
-    assert {found(losses[:step]) for step in range(first, STEPS + 1)} == {first}
-
-
 def test_one_objective_can_be_monitored() -> None:
     history = [{**a, "answer": b} for a, b in zip(entries(FALLING), FLAT_AFTER, strict=True)]
     assert find_plateau(history, stage(monitor="loss")) is None

@@ -85,6 +85,12 @@ class Writer:
         self._length += len(piece)
         return start, self._length
 
+    def add_segment(self, opening: str, value: str, ending: str) -> tuple[Span, Span]:
+        """Append a segment of the context. Returns its characters, and those of the value in it."""
+        start, _ = self.add(opening)
+        value_span = self.add(value)
+        return (start, self.add(ending)[1]), value_span
+
 
 def split_of(text: str, eval_share: int = 10) -> Split:
     """Assign a text to a split by its hash: one in `eval_share` is `eval`. So splits of any generator are disjoint."""

@@ -55,10 +55,8 @@ class JsonKv(Probe):
         spans = []
         words = fillers(rng, pairs, options.filler)
         for number, (key, between, value) in enumerate(zip(keys, words, values, strict=True)):
-            start, _ = writer.add(("{" if number == 0 else " ") + f'"{key}{between}": "')
-            value_span = writer.add(value)
-            _, end = writer.add('"}\n' if number == pairs - 1 else '",\n')
-            spans.append(((start, end), value_span))
+            begin, end = "{" if number == 0 else " ", '"}\n' if number == pairs - 1 else '",\n'
+            spans.append(writer.add_segment(f'{begin}"{key}{between}": "', value, end))
         questions = []
         for index in queried:
             questions.append(ask(writer, f'\nKey: "{keys[index]}"\nCorresponding value: "', values, index, spans))

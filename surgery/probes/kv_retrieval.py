@@ -80,13 +80,8 @@ def write_lines(
     writer: Writer, keys: Sequence[str], words: Sequence[str], values: Sequence[str]
 ) -> list[tuple[Span, Span]]:
     """Write one line for each key, with the words before the colon. Returns the spans of each line and of its value."""
-    spans = []
-    for key, between, value in zip(keys, words, values, strict=True):
-        start, _ = writer.add(f"{key}{between}:")
-        value_span = writer.add(value)
-        _, end = writer.add("\n")
-        spans.append(((start, end), value_span))
-    return spans
+    lines = zip(keys, words, values, strict=True)
+    return [writer.add_segment(f"{key}{between}:", value, "\n") for key, between, value in lines]
 
 
 def kv_prompts(

@@ -78,11 +78,7 @@ class Mqar(Probe):
         drawn = rng.sample(keys, options.pairs)
         choices = tuple(f" {value}" for value in rng.sample(values, options.pairs))
         writer = Writer()
-        spans = []
-        for key, choice in zip(drawn, choices, strict=True):
-            start, _ = writer.add(f" {key}")
-            value_span = writer.add(choice)
-            spans.append(((start, value_span[1]), value_span))
+        spans = [writer.add_segment(f" {key}", choice, "") for key, choice in zip(drawn, choices, strict=True)]
         queried = rng.sample(range(options.pairs), options.questions)
         questions = [ask(writer, f" {drawn[index]}", choices, index, spans) for index in queried]
         return Document("mqar", writer.text, tuple(questions))

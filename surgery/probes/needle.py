@@ -134,10 +134,8 @@ def _haystack(
             key, number = hidden[waiting.pop(0)]
             if not writer.text.endswith("\n"):
                 writer.add(" ")
-            start, _ = writer.add(f"One of the special magic numbers for {key} is:{before}")
-            value = writer.add(number)
-            _, end = writer.add(".")
-            spans[key, number] = ((start, end), value)
+            opening = f"One of the special magic numbers for {key} is:{before}"
+            spans[key, number] = writer.add_segment(opening, number, ".")
         if line < len(hay):
             writer.add(hay[line] if writer.text.endswith("\n") else f" {hay[line]}")
     return spans

@@ -68,10 +68,7 @@ class Records(Probe):
         for (opening, ending), between, choice in zip(sentences, words, choices, strict=True):
             if spans:
                 writer.add(separator)
-            start, _ = writer.add(f"{opening}{between}{ending}{before}")
-            value = writer.add(choice)
-            _, end = writer.add(".")
-            spans.append(((start, end), value))
+            spans.append(writer.add_segment(f"{opening}{between}{ending}{before}", choice, "."))
         questions = [
             ask(writer, f"\n{question.format(name=names[index])}{before}", choices, index, spans)
             for index, question in queried

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from surgery.errors import RecipeError
 from surgery.recipe.objectives import NEEDS, OBJECTIVES, ObjectiveInfo
@@ -147,16 +147,23 @@ class Attention(Objective):
         return _losses().attention_loss(inputs.model.attention, inputs.reads, inputs.batch, inputs.weights)
 
 
-@register_objective("base_kl")
-class BaseKL(_PerToken):
-    description = "Divergence from the frozen base's next-token distribution, on every token."
-    needs = ("base.logits",)
-    in_nats = starts_at_zero = uses_temperature = takes_weights = True
+class _Divergence(_PerToken):
+    """Divergence from the next-token distribution of another model."""
+
+    other: Literal["base", "teacher"]
+    in_nats = uses_temperature = takes_weights = True
 
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        return _losses().divergence_loss(
-            inputs.model.logits, inputs.base.logits, inputs.batch, inputs.distil, inputs.weights
-        )
+        target = getattr(inputs, self.other).logits
+        return _losses().divergence_loss(inputs.model.logits, target, inputs.batch, inputs.distil, inputs.weights)
+
+
+@register_objective("base_kl")
+class BaseKL(_Divergence):
+    description = "Divergence from the frozen base's next-token distribution, on every token."
+    needs = ("base.logits",)
+    other = "base"
+    starts_at_zero = True
 
 
 @register_objective("lm")
@@ -172,15 +179,10 @@ class LanguageModelling(Objective):
 
 
 @register_objective("distil")
-class Distillation(_PerToken):
+class Distillation(_Divergence):
     description = "Divergence from the teacher's next-token distribution, on every token."
     needs = ("teacher.logits",)
-    in_nats = uses_temperature = takes_weights = True
-
-    def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        return _losses().divergence_loss(
-            inputs.model.logits, inputs.teacher.logits, inputs.batch, inputs.distil, inputs.weights
-        )
+    other = "teacher"
 
 
 @register_objective("attention_kl")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -61,22 +62,16 @@ class StepLosses:
         return {**total, **named, "tokens": round(tokens), "seconds": round(self.seconds, 4)}
 
 
+@dataclass
 class StepLog:
-    """The history of a stage, with the steps whose losses were not read yet.
+    """The history of a stage, with the steps whose losses were not read yet."""
 
-    Args:
-        entries: those of all steps so far, earlier stages included; new ones are appended.
-        before: number of steps of earlier stages.
-        stage: with the weights of the losses.
-        vocab_size: of the model.
-        folder: folder of checkpoints, which errors name.
-    """
-
-    def __init__(
-        self, entries: list[dict[str, float]], before: int, stage: TrainStage, vocab_size: int, folder: Path | None
-    ) -> None:
-        self.entries, self.before, self.stage, self.vocab_size, self.folder = entries, before, stage, vocab_size, folder
-        self._unread: deque[StepLosses] = deque()
+    entries: list[dict[str, float]]  # of all steps so far, earlier stages included; new ones are appended
+    before: int  # number of steps of earlier stages
+    stage: TrainStage
+    vocab_size: int
+    folder: Path | None  # of checkpoints, which errors name
+    _unread: deque[StepLosses] = field(default_factory=deque)
 
     @property
     def of_stage(self) -> list[dict[str, float]]:

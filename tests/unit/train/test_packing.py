@@ -196,12 +196,6 @@ class TestWhereItIsRefused:
         assert found[True][0] == found[False][0]
         assert all(torch.equal(p, found[False][1][name]) for name, p in found[True][1].items())
 
-    def test_a_compiled_model_has_padded_rows(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with_kernels(monkeypatch)
-        assert not packs(section(tmp_path, packing=True, compile=True)) and "torch.compile" in caplog.text
-
     def test_the_frozen_base_and_the_teacher_are_asked_too(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -211,6 +205,7 @@ class TestWhereItIsRefused:
             assert f"{says}: a document changes" in caplog.text
             caplog.clear()
         assert packs(section(tmp_path, {"lm": 1.0}, packing=True)) and not caplog.text, "the base is not used"
+        assert not packs(section(tmp_path, packing=True, compile=True)) and "torch.compile" in caplog.text
 
 
 class TestAsking:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from pydantic import ValidationError
@@ -24,7 +23,7 @@ from surgery.recipe import Train
 from surgery.run.memory_estimate import weight_bytes
 from surgery.splice.plan import check_splices
 from surgery.train import lora
-from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized, resume_unquantized
+from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized
 from surgery.train.training import train_model
 from surgery.types import Graft, Plan
 from tests.support import four_bits
@@ -202,16 +201,6 @@ class TestTraining:
                 torch.equal(a, b) for a, b in zip(pico_base(**shape).parameters(), base.parameters(), strict=True)
             )
 
-    def test_layers_that_share_a_weight_are_stored_once(self, tmp_path: Path) -> None:
-        model, other = (pico_family("zamba2", hidden_size=64, intermediate_size=64) for _ in range(2))
-        for parameter in other.parameters():
-            parameter.data.zero_()
-        resume_unquantized(model, tmp_path, Accelerator(cpu=True))
-        (tmp_path / "step_000001").mkdir()
-        resume_unquantized(other, tmp_path, Accelerator(cpu=True))
-        read = quantizable(other)
-        assert all(torch.equal(layer.weight, read[name].weight) for name, layer in quantizable(model).items())
-
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError, match=r"lora.quantization: nf4` needs `trainable: lora`"):
@@ -246,14 +235,6 @@ def test_the_estimate_counts_quantized_layers_as_such() -> None:
 
 @real
 class TestBitsandbytes:
-    def test_rows_need_not_be_a_multiple_of_32_in_eval_mode(self) -> None:
-        from surgery.train.quantization import _in_4_bits
-
-        layer = _in_4_bits(nn.Linear(32, 37, bias=False), settings(), CPU).eval()
-        with torch.no_grad():
-            expected = torch.ones(1, 32) @ four_bits.weight_of(layer).T
-            torch.testing.assert_close(layer(torch.ones(1, 32)), expected)
-
     def test_transformers_and_peft_load_the_same_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """`spliced/` in 4 bits by BitsAndBytesConfig, with the saved adapters, equals the model that was trained."""
         monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)

@@ -136,20 +136,6 @@ def test_an_offset_moves_what_the_teacher_attends_to() -> None:
         torch.testing.assert_close(moved[:, 1], expected)
 
 
-def test_the_attention_implementation_is_as_before_even_after_an_error() -> None:
-    teacher = teacher_of("llama", (FULL,), grafts=(graft(0, (1,)),))
-    before = teacher.model.config._attn_implementation
-    assert before != "eager"
-    teacher.outputs(batch_of(), {FULL})
-    assert teacher.model.config._attn_implementation == before
-    broken = batch_of()
-    broken.input_ids[0, 0] = V
-    with pytest.raises(IndexError):
-        teacher.outputs(broken, {FULL})
-    assert teacher.model.config._attn_implementation == before
-    assert not any(m._forward_hooks for m in teacher.model.modules() if type(m).__name__ == "LlamaAttention")
-
-
 def test_heads_are_the_named_the_donors_or_the_namesakes_by_layer() -> None:
     copied = graft(1, (0, 2), init="teacher", donors=("L2H3", "L2H1"))
     whole = graft(2, (0, 1, 2, 3), mode="replace", init="teacher", unit="layer", donors=("L1",))

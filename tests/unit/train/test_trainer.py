@@ -145,19 +145,6 @@ def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path: Path, uninterru
     assert_same_end(tmp_path, uninterrupted, (last - 1) // 2 * 2 + 1)
 
 
-def test_after_broken_checkpoints_a_run_ends_like_one_that_was_not_interrupted(
-    tmp_path: Path, uninterrupted: StageTrainer
-) -> None:
-    for all_of_them, first in ((False, 3), (True, 1)):
-        folder = tmp_path / str(first)
-        with pytest.raises(Interrupted):
-            trainer(folder, section(), on_step=interrupt_at(5)).run()
-        assert [p.name for p in checkpoints(folder)] == ["step_000002", "step_000004"]
-        for step in checkpoints(folder)[0 if all_of_them else 1 :]:
-            (step / "optimizer.pt").write_bytes(b"")
-        assert_same_end(folder, uninterrupted, first)
-
-
 def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The answers' loss is not a number at the `at`-th step, although its gradient is finite."""
     calls: list[int] = []

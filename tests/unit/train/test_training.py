@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from surgery.errors import RecipeError, RunError, TrainingDiverged
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Train
-from surgery.train import plateau
 from surgery.train import tracking as track
 from surgery.train.checkpoints import checkpoints, fault_of
 from surgery.train.optimizer import spliced_parameters
@@ -208,13 +207,6 @@ class TestPlateau:
             assert without_time(fit(again, every, folder=tmp_path / str(last), on_step=record)) == expected
             assert moved(weights(whole), again) == set()
             assert without_time(seen[0]) == expected[:last]
-
-    def test_the_main_process_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where the losses of another process differed by rounding, it would find another step."""
-        for decided, steps in ((True, round(4 / 0.7)), (False, 20)):
-            monkeypatch.setattr(plateau, "broadcast_object_list", lambda found, now=decided: found.__setitem__(0, now))
-            settings = {**self.ENDS, "plateau": {"window": 4, "patience": 1}} if decided else self.ENDS
-            assert len(fit(hybrid(), section(**settings))) == steps
 
 
 class TestLora:

@@ -102,8 +102,8 @@ def test_a_plateau_that_could_not_end_a_stage_is_refused() -> None:
         ({"optimizer": Optimizer()}, "cannot end a cosine.*Set `optimizer.schedule` to wsd or constant"),
         ({"optimizer": Optimizer(schedule="wsd", decay=1.0)}, "needs steps at a constant rate.*Set it below 1"),
         ({"sources": [{**SOURCE, "weights": {"answer": (1.0, 0.0)}}]}, "constant weights.*Set one number"),
-        ({"steps": 50, "plateau": {}}, "`window: 25`, `patience: 3`.*Set `steps` to 140, or lower `plateau.window`"),
-        ({"plateau": {"min_steps": 500}}, "`min_steps: 500`.*Set `steps` to 557, or lower `plateau.min_steps`"),
+        ({"steps": 50, "plateau": {}}, "plateau is at step 125, .* 139. Set `steps` to 140, or lower `plateau.window`"),
+        ({"plateau": {"min_steps": 500}}, "Set `steps` to 557, or lower"),
         ({"steps": None, "tokens": 10**4, "sources": [ROWS], "plateau": {}}, "10 steps early.*`tokens` to 139001,"),
         ({"plateau": {"monitor": "lm"}}, "`plateau.monitor` is lm.*Use one of loss, answer, attention"),
     ]

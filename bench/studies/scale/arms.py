@@ -1,0 +1,147 @@
+"""Arms of the study: what is spliced where, what trains, and on which documents. Imports no torch.
+
+Sites come from a file of located heads (`surgery locate`, or `heads.json` of a run), so a base of any shape has the
+same arms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from surgery.files.atomic import fingerprint
+from surgery.recipe import Splice, Train
+from surgery.types import HeadSet, ScoredHead
+
+VERSION = 1  # raised when an arm's result changes for the same definition
+Form = Literal["none", "head", "block", "pair"]
+Mixture = Literal["hard", "answered", "told twice"]
+RATES = {"lr": 5.0e-4, "new_heads_lr": 3.0e-3}
+QUESTIONS = 16
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One training.
+
+    Attributes:
+        form: of the splice; `none` trains the base in the same way, as the control.
+        init: of the branch. With `form: head`, `ssm` copies the SSM head and `random` has random projections.
+        heads: names of the spliced heads; the inserted forms go before the layer of the first.
+        trains: as `train.trainable`.
+        mixture: `hard` has prompts that the base fails, `answered` prompts that it answers, `told twice` the hard ones
+            with each dictionary in two wordings.
+    """
+
+    name: str
+    form: Form = "none"
+    init: Literal["ssm", "random"] = "ssm"
+    heads: tuple[str, ...] = ()
+    trains: Literal["all", "new_heads", "lora"] = "all"
+    mixture: Mixture = "hard"
+    steps: int = 100
+    seed: int = 0
+
+    @property
+    def file(self) -> str:
+        return f"{self.name.replace(' ', '-')}_seed{self.seed}.json"
+
+    def identity(self, *others: str) -> str:
+        """Hash of all that the result depends on; `others` identify base and prompts."""
+        return fingerprint([VERSION, asdict(self), self.train(None).model_dump(mode="json"), *others])
+
+    @property
+    def splice(self) -> Splice:
+        """The recipe's section `splice`."""
+        return Splice.model_validate({"select": "list", "heads": self.heads, "form": self.form, "init": self.init})
+
+    def train(self, texts: Path | None) -> Train:
+        """The recipe's section `train`.
+
+        Args:
+            texts: JSONL file with the column `text`, on which the base's predictions are kept.
+        """
+        weights = {"answer": 1.0} if self.form == "none" else {"answer": 1.0, "attention": 1.0}
+        sources = [{**source, "train_eos": True, "weights": weights} for source in MIXTURES[self.mixture]]
+        return Train.model_validate(
+            {
+                "steps": self.steps,
+                "trainable": self.trains,
+                "sources": [*sources, *KEPT, *([] if texts is None else [_prose(texts)])],
+                "optimizer": {**RATES, "warmup": 10},
+            }
+        )
+
+
+_LONG = {"task": "kv_retrieval", "questions": QUESTIONS}
+_DIGITS = (3, 6)
+HARD: tuple[dict[str, Any], ...] = (
+    {**_LONG, "pairs": (64, 100), "filler": (0, 20), "rows": 2},
+    {**_LONG, "pairs": (24, 64), "filler": (20, 60), "rows": 1},
+    {**_LONG, "pairs": (16, 48), "filler": (0, 20), "value_digits": _DIGITS, "rows": 1},
+    {"task": "records", "questions": 8, "pairs": (8, 24), "value_digits": _DIGITS, "rows": 1},
+)
+ANSWERED: tuple[dict[str, Any], ...] = (
+    {**_LONG, "pairs": (16, 48), "filler": (0, 12), "rows": 6},
+    {"task": "records", "questions": 8, "pairs": (4, 8), "rows": 1},
+)
+MIXTURES: dict[Mixture, tuple[dict[str, Any], ...]] = {
+    "hard": HARD,
+    "answered": ANSWERED,
+    "told twice": (*HARD, {"task": "kv_repeated", "pairs": (16, 48), "filler": (0, 20), "rows": 1}),
+}
+# What the base can do is to stay: facts and language.
+KEPT: tuple[dict[str, Any], ...] = (
+    {"task": "closed_book", "split": 0, "rows": 4, "weights": {"base_kl": 1.0}},
+    {"task": "sentence", "split": 0, "rows": 4, "weights": {"base_kl": 1.0}},
+)
+
+
+def _prose(texts: Path) -> dict[str, Any]:
+    data = {"path": str(texts), "columns": {"text": "text"}}
+    return {"data": data, "rows": 2, "max_tokens": 256, "weights": {"base_kl": 1.0}}
+
+
+def ranked(heads: HeadSet, by: str = "patching") -> list[ScoredHead]:
+    """Heads by a score, the highest first."""
+    return sorted(heads.heads, key=lambda head: -head.scores[by].value)
+
+
+def first_round(heads: HeadSet, steps: int) -> Iterator[Arm]:
+    """Arms with one seed: the controls, each form at each layer that reads, and one to eight heads."""
+    best = ranked(heads)
+    by_layer: dict[int, str] = {}
+    for head in best:
+        by_layer.setdefault(head.head.layer, str(head.head))
+    layers = [layer for layer in by_layer if 1 <= layer <= 5][:5]
+    yield Arm("control", steps=steps)
+    first = [str(head.head) for head in best]
+    reader = reading_head(heads)
+    yield Arm(f"head {reader}", "head", heads=(reader,), steps=steps)
+    yield Arm(f"block {reader}", "block", "random", (reader,), steps=steps)
+    yield Arm(f"head {reader}, new heads only", "head", heads=(reader,), trains="new_heads", steps=steps)
+    yield Arm(f"head {reader}, random", "head", "random", (reader,), steps=steps)
+    yield Arm(f"head {reader}, answered prompts", "head", heads=(reader,), mixture="answered", steps=steps)
+    yield Arm("control, answered prompts", mixture="answered", steps=steps)
+    yield Arm("control, told twice", mixture="told twice", steps=steps)
+    yield Arm(f"head {reader}, LoRA", "head", heads=(reader,), trains="lora", steps=steps)
+    yield Arm("control, LoRA", trains="lora", steps=steps)
+    yield Arm(f"pair {reader}", "pair", "ssm", (reader,), steps=steps)
+    for layer in layers:
+        if by_layer[layer] != reader:
+            yield Arm(f"head {by_layer[layer]}", "head", heads=(by_layer[layer],), steps=steps)
+            yield Arm(f"block {by_layer[layer]}", "block", "random", (by_layer[layer],), steps=steps)
+    for k in (2, 4, 8):
+        yield Arm(f"{k} heads", "head", heads=tuple(first[:k]), steps=steps)
+
+
+def reading_head(heads: HeadSet) -> str:
+    """The head that loses most at the query, among those that lose less than half of that in the context.
+
+    A head that loses as much in the context gathers too: it is not the reader.
+    """
+    by_query = ranked(heads, "query")
+    readers = [h for h in by_query if h.scores["context"].value < h.scores["query"].value / 2]
+    return str((readers or by_query)[0].head)

@@ -23,14 +23,7 @@ def commented_yaml(data: Mapping[str, Any], comments: Comments, head: Sequence[s
         data: mappings, lists and scalars.
         comments: by the path of a value, such as `("locate", "pairs")` or `("train", "sources", 0)`.
         head: lines of comments at the top.
-
-    Raises:
-        KeyError: a comment has no value.
     """
-    for path in comments:
-        value: Any = data
-        for part in path:
-            value = value[part]
     lines = [f"# {line}".rstrip() for line in head]
     return "\n".join([*lines, *_block(data, (), comments, "")]) + "\n"
 

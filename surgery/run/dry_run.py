@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -225,9 +223,6 @@ def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
     return model
 
 
-_small_tokenizer = cache(build_tokenizer)
-
-
 def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
     """Load the base's tokenizer, or else the toolkit's small one. Also return a note on which one it is.
 
@@ -243,4 +238,4 @@ def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
         except ModelError:
             pass  # the estimate works without it, and the run reports the error
     note = "the toolkit's small tokenizer, because its own is not available: about 5 tokens a key-value pair"
-    return deepcopy(_small_tokenizer()), note  # training it takes a second
+    return build_tokenizer(), note

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from surgery.recipe.yaml import load_yaml
 from surgery.run.commented_yaml import commented_yaml
 
@@ -38,8 +36,3 @@ def test_a_comment_stands_above_its_value() -> None:
     lines = commented_yaml(DATA, {("locate", "filler"): "far", ("train", "sources", 1): "second"}).splitlines()
     assert lines[lines.index("  # far") + 1] == "  filler: [0, 20]"
     assert lines[lines.index("    # second") + 1] == "    - {task: kv, rows: 2}"
-
-
-def test_a_comment_without_a_value_is_a_fault() -> None:
-    with pytest.raises(KeyError):
-        commented_yaml(DATA, {("locate", "absent"): "why"})

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, call
 
 import pytest
 
@@ -113,13 +112,6 @@ def test_every_step_counts_once_in_the_seconds_of_a_resumed_training(tmp_path: P
             assert session(folder, name, after, **train) == (0, 0)
         found = session(folder, name, **train)
         assert found == (LOAD + 4 * STEP, LOAD + steps * STEP), (name, train, interrupted)
-
-
-def test_a_recipe_without_a_control_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reporter = Mock(seconds=0.0)
-    monkeypatch.setattr(f"{__name__}.StopsAfter", lambda after: reporter)
-    session(tmp_path, "control", steps=1, sources=[SOURCE], control=False)
-    assert reporter.method_calls == [call.note("control", "the recipe has none")]
 
 
 def test_skipped_rows_are_reported(tmp_path: Path) -> None:

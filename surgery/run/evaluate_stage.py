@@ -34,8 +34,7 @@ from surgery.probes.registry import PROBES
 from surgery.recipe import as_base
 from surgery.report.results import LONGEST_EXAMPLE, arm_label, ordered_arms
 from surgery.report.run_report import ReportInputs, write_report
-from surgery.run.context import Run
-from surgery.run.located_prompts import sample_batch
+from surgery.run.context import Run, sample_batch
 from surgery.run.stage import PROMPTS, Stage
 
 _LINKED = ("locate.html", "heads.csv", "plan.json", "results.json", "recipe.yaml")  # files that the report links

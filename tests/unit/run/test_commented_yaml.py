@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from surgery.recipe.yaml import load_yaml
-from surgery.run.commented_yaml import commented_yaml
+from surgery.run.initial_recipe import commented_yaml
 
 DATA: dict[str, Any] = {
     "name": "a-b.c",

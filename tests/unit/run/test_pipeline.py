@@ -101,10 +101,8 @@ def test_every_step_counts_once_in_the_seconds_of_a_resumed_training(tmp_path: P
     staged = {"stages": [{**part, "name": name} for part, name in zip(parts, ("first", "second"), strict=True)]}
     for name, train, interrupted, steps in (
         ("train", whole, (), 4),
-        ("train", whole, (3,), 2),
         ("control", whole, (3,), 2),
         ("train", whole, (2, 3), 2),
-        ("train", whole, (1,), 4),
         ("train", staged, (3,), 2),
     ):
         folder = tmp_path / f"{name}{len(train)}{interrupted}"

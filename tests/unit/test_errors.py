@@ -100,10 +100,6 @@ def test_too_little_memory_is_called_so(error: BaseException) -> None:
     assert not is_out_of_memory(RuntimeError("shape"))
 
 
-def test_a_long_message_is_cut() -> None:
-    assert len(summary(ValueError("x" * 10_000))) == 300
-
-
 def test_a_commands_argument_is_named_instead_of_the_recipes_field() -> None:
     with pytest.raises(ModelError, match=r"^MODEL: x\. Set another\.$"), naming("MODEL", "base.model"):
         raise ModelError("base.model", "x", "Set another.")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException
 
 from surgery.errors import RunError
 from surgery.files import atomic as rundir
@@ -81,7 +80,6 @@ FULL = (
     OSError(errno.EDQUOT, "Disk quota exceeded"),
     SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
-    CheckpointException("write", {0: (RuntimeError(". unexpected pos 704 vs 598"), None)}),  # type: ignore[dict-item]
 )
 
 

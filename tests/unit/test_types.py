@@ -23,6 +23,7 @@ from surgery.types import (
     plan_from_json,
     to_json,
 )
+from tests.support.cases import each
 
 
 def mixers(count: int = 2) -> tuple[MixerSpec, ...]:
@@ -152,10 +153,8 @@ def places(data: Any, above: tuple[str | int, ...] = ()) -> list[tuple[str | int
     return [place for key, value in entries for place in [(*above, key), *places(value, (*above, key))]]
 
 
-@pytest.mark.parametrize("read", [head_set_from_json, plan_from_json])
-@pytest.mark.parametrize(
-    "value", [None, True, -1, 2.5, "x", [], {}, [None], {"a": 1}, float("nan"), float("inf"), 10**400, [[]]], ids=repr
-)
+@each("read", [head_set_from_json, plan_from_json])
+@each("value", [None, True, -1, 2.5, "x", [], {}, [None], {"a": 1}, float("nan"), float("inf"), 10**400, [[]]])
 def test_a_value_of_any_type_anywhere_is_refused_or_has_the_fields_type(read: Any, value: Any) -> None:
     """What is accepted has, everywhere, the type that a good file has there; so nothing fails later."""
     good = to_json(head_set() if read is head_set_from_json else plan())

@@ -115,22 +115,6 @@ def test_what_fails_between_the_renames_leaves_the_old_folder_and_nothing_else(
     assert names(tmp_path) == ["out", "out/f"] and (tmp_path / "out" / "f").read_text() == "1"
 
 
-def test_an_interrupt_while_a_temporary_folder_is_removed_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, interrupts = os.rmdir, [KeyboardInterrupt]
-
-    def rmdir(path: Path, **named: Any) -> None:
-        if interrupts:
-            raise interrupts.pop()
-        real(path, **named)
-
-    monkeypatch.setattr(rundir.os, "rmdir", rmdir)
-    with pytest.raises(KeyboardInterrupt):
-        write_text(tmp_path / "f", "1")
-    assert names(tmp_path) == ["f"]
-
-
 def test_a_kill_at_any_step_leaves_one_of_the_two_folders_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,13 +245,11 @@ OTHERS = [
 ]
 
 
-def test_claim_sweeps(tmp_path: Path) -> None:
-    RunDir(tmp_path).claim(RECIPE)
-    leftover(tmp_path / "figures" / "locate")
-    leftover(tmp_path / "f")
-    RunDir(tmp_path).claim(RECIPE)
-    assert names(tmp_path) == [MARK, "figures", "recipe.yaml"]
-    assert not list((tmp_path / "figures").iterdir())
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(RunError, match="run folder"):
+        RunDir(tmp_path).claim(RECIPE)
+    assert names(tmp_path) == ["thesis.tex"]
 
 
 @each("content", ["", "[]", "3", "null", "{}", '{"key": 3}', '"key outputs"', "[" * 100_000, "\0", "{"])

@@ -11,7 +11,7 @@ _HYBRIDS = tuple(
         "attention",
         "packing",
         "sites",
-        "modeling_llamba_splice",
+        "modeling_llamba",
         "modeling_mamba2_hybrid",
         "donor",
         "stock_tools",

@@ -99,11 +99,11 @@ def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
     for entry in entries:
         layers, is_pair = entry["layers"], entry["form"] == "pair"
         kinds = ["linear_attention", "full_attention"] if is_pair else ["full_attention"]
-        first, end = entry["before"] + removed, entry.get("channels", [channel])[-1]
+        first, end = entry["before"] + removed, (entry.get("channels") or [channel])[-1]
         fits = [
             layers == list(range(first, first + len(kinds))) and first >= start,
             list(getattr(config, "layers_block_type", ()))[first : first + len(kinds)] == kinds,
-            0 < len(entry["heads"]) == len(entry["reads"]) <= config.num_attention_heads,
+            0 < len(entry["heads"]) == len(entry["reads"]) <= getattr(config, "num_attention_heads", 0),
             is_pair or entry["init"] == "random",
             entry.get("channels") == ([channel, end] if is_pair and side else None),
             end > channel or "channels" not in entry,

@@ -105,8 +105,7 @@ class TestFromMixer:
 
     MODELS = {
         "base": lambda: pico_base(n_groups=2),
-        "hybrid-sdpa": lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0])], attn_implementation="sdpa"),
-        "hybrid-eager": lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0])], attn_implementation="eager"),
+        "hybrid": lambda: pico_hybrid([pico_site(0, [1, 3]), random_site(2, [0])], attn_implementation="sdpa"),
         **{name: lambda name=name: pico_family(name) for name in (*SPLICED_FAMILIES[1:], "falcon_h1", "gpt_neox")},
     }
     every_kind = each("make", MODELS.values(), ids=MODELS.keys())

@@ -167,9 +167,3 @@ def short_repr(value: object) -> str:
     """Format a value for an error message, in at most 60 characters."""
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def require(condition: bool, field: str, value: object, hint: str) -> None:
-    """Raise SurgeryError (a ValueError) with this field, value and hint if `condition` is False."""
-    if not condition:
-        raise SurgeryError(field, value, hint)

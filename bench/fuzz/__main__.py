@@ -170,7 +170,6 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="run this one, and print its input")
     parser.add_argument("--limit", type=float, default=runner.LIMIT, help="seconds after which a command hangs")
     parser.add_argument("--folder", type=Path, help="where inputs and findings are kept; a temporary folder if not set")
-    parser.add_argument("--json", type=Path, help="write the summary here")
     options = parser.parse_args(given)
     unknown = set(options.only) - set(NAMES)
     if unknown:
@@ -193,15 +192,12 @@ def main(given: list[str] | None = None) -> int:
     finally:
         session.close()
     print_summary(summary)
-    text = json.dumps(summary, indent=1) + "\n"
-    (options.json or root / "fuzz.json").write_text(text)
-    print(f"\nsummary: {options.json or root / 'fuzz.json'}")
-    if summary["findings"]:
-        print(
-            f"inputs of the findings: {root / 'cases'}; one again: make fuzz FUZZ='--seed {options.seed} --case NUMBER'"
-        )
-    elif options.folder is None:
+    (root / "fuzz.json").write_text(json.dumps(summary, indent=1) + "\n")
+    if options.folder is None and not summary["findings"]:
         shutil.rmtree(root)
+        return 0
+    print(f"\nsummary: {root / 'fuzz.json'}; inputs of the findings: {root / 'cases'}")
+    print(f"one again: make fuzz FUZZ='--seed {options.seed} --case NUMBER'")
     return int(bool(summary["findings"]))
 
 

@@ -228,7 +228,6 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--stage", choices=STAGES, action="append", help="these alone")
     parser.add_argument("--way", choices=WAYS, action="append", help="these alone")
     parser.add_argument("--again", action="store_true", help="do those again that were wrong")
-    parser.add_argument("--json", type=Path, help="write the summary here too")
     options = parser.parse_args(given)
     root = (options.folder or Path(tempfile.mkdtemp(prefix="kills-"))).resolve()
     root.mkdir(parents=True, exist_ok=True)
@@ -260,8 +259,6 @@ def main(given: list[str] | None = None) -> int:
     print_table(cells)
     if unmount is None:
         print("No disk could be mounted, so `full disk` was skipped. Use root, or unshare --map-root-user --mount.")
-    if options.json:
-        shutil.copyfile(file, options.json)
     print(f"results: {file}")
     return int(any(cell["wrong"] for cell in cells.values()))
 

@@ -141,18 +141,12 @@ def main(given: list[str] | None = None) -> int:
         prog="make mutants MUTANTS=", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", help=f"comma-separated targets of {', '.join(TARGETS)}")
-    parser.add_argument("--module", help="mutate this module in place of the targets; needs --tests")
-    parser.add_argument("--tests", nargs="+", default=(), help="test files for --module")
     parser.add_argument("--sample", type=int, default=120, help="mutants per target (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=3, help="draws the sample (default: %(default)s)")
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout to measure")
     parser.add_argument("--folder", type=Path, help="where results are written (default: runs/mutants)")
-    parser.add_argument("--json", type=Path, help="write the summary into this file too, as the entry --entry")
-    parser.add_argument("--entry", default="after", help="name of the summary in --json (default: %(default)s)")
     options = parser.parse_args(given)
-    targets: Targets = {options.module: {options.module: tuple(options.tests)}} if options.module else TARGETS
-    if options.module and not options.tests:
-        parser.error("--module needs --tests: the test files that check it.")
+    targets: Targets = TARGETS
     if options.only:
         unknown = set(options.only.split(",")) - targets.keys()
         if unknown:
@@ -171,9 +165,6 @@ def main(given: list[str] | None = None) -> int:
     finally:
         runner.close()
     (folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
-    if options.json:
-        entries = json.loads(options.json.read_text()) if options.json.is_file() else {}
-        options.json.write_text(json.dumps({**entries, options.entry: found}, indent=1) + "\n")
     show(found["targets"])
     print(f"results: {folder}")
     return 0

@@ -11,7 +11,7 @@ _HYBRIDS = tuple(
         "attention",
         "packing",
         "sites",
-        "modeling_llamba_splice",
+        "modeling_llamba",
         "modeling_mamba2_hybrid",
         "donor",
         "stock_tools",
@@ -66,7 +66,6 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_LOCATE}/test_locating.py",
         ),
         "surgery.locate.clean_run": (
-            f"{_LOCATE}/test_clean_run.py",
             f"{_LOCATE}/test_ablation_sweep.py",
             f"{_LOCATE}/test_long_values.py",
         ),

@@ -40,17 +40,3 @@ def test_chains_begin_at_the_command_and_pass_through_its_package(measured: dict
         assert chain[0].startswith(("cli.py ", "cli/"))
         assert any(frame.startswith(f"{command}/") for frame in chain)
     assert measured[command]["calls"] > 5
-
-
-def test_depths_are_those_of_the_chains_through_the_package() -> None:
-    start = ("cli.py run", "stages.py _train")
-    short, long = (*start, "train/loop.py run"), (*start, "train/loop.py run", "train/loop.py step")
-    check = (*start, "checkpoint.py load_model", "checkpoint.py check", "checkpoint.py one", "checkpoint.py two")
-    summary = house_frames.summarise([(short, 5), (long, 2), (check, 9)], "train")
-    assert (summary["usual"], summary["deepest"], summary["below_cli"], summary["calls"]) == (3, 4, 3, 7)
-    assert summary["usual_chain"] == list(short) and summary["deepest_chain"] == list(long)
-
-
-def test_a_command_that_calls_no_model_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="surgery/locate called no model"):
-        house_frames.summarise([(("cli.py run", "train/loop.py run"), 1)], "locate")

@@ -6,26 +6,19 @@ import json
 import math
 import os
 import sys
-import tarfile
 import time
 import zipfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
-from transformers.models.mamba2 import modeling_mamba2
 
-from bench.gpu import build, command, env, families, models, runner, sources, speed, training
-from bench.gpu.models import SIZES, base_of, hybrid_of, prompts, watch
+from bench.gpu import build, command, env, runner, sources, training
 from bench.gpu.store import Store
-from bench.gpu.table import merged, shown
 from tests.support.kernels import with_kernels
-from tests.support.pico import SPLICED_FAMILIES, pico_family_config
 
 TOY = ["--device", "cpu", "--toy", "--repeats", "1"]
 ITEMS = "mamba2attn,sdpa | 8 | plain,flash_attention_2 | 8 | plain,toy | prefill 32,toy | decode 1,toy | lora,toy | ddp"
@@ -88,15 +81,6 @@ class TestToyRun:
         (row,) = [row for row in rows(finished, "training") if row["task"] == "ddp"]
         assert row["kind"] == "MULTI_CPU" and row["apart"] < 1e-6 and row["hybrid"] > 0
 
-    def test_the_loop_is_compared_with_a_plain_one(self, finished: dict[str, Any]) -> None:
-        found = {row["loop"]: row for row in rows(finished, "loop")}
-        assert found["toolkit"]["of plain"] == found["toolkit"]["tokens/s"] / found["plain"]["tokens/s"]
-        assert found["toolkit"]["tokens/step"] > 256 + 8, "text, and at least a token of each task"
-
-    def test_every_head_is_located(self, finished: dict[str, Any]) -> None:
-        (row,) = rows(finished, "locate")
-        assert row["heads"] == 16 and row["seconds"] > 0 and row["again"] > 0
-
     @pytest.mark.skipif(env.installed("flash-attn") is not None, reason="flash-attn is here")
     def test_a_missing_package_is_a_line(self, finished: dict[str, Any]) -> None:
         versions = {row["what"]: row["found"] for row in rows(finished, "environment")}
@@ -106,21 +90,10 @@ class TestToyRun:
 
 
 class TestRefusals:
-    def test_old_transformers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-        monkeypatch.setattr(env, "installed", lambda name: Version("5.17.0"))
-        assert command.main([*TOY, "--folder", str(tmp_path), "--wheels", str(tmp_path)]) == 2
-        assert "5.17.0 is too old" in capsys.readouterr().err
-
     @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
     def test_no_gpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert command.main(["--folder", str(tmp_path), "--wheels", str(tmp_path)]) == 2
         assert "--device cpu --toy" in capsys.readouterr().err
-
-    @pytest.mark.parametrize("words", [["--only", "speeed"], ["--build", "mamba"]])
-    def test_unknown_names(self, words: list[str]) -> None:
-        with pytest.raises(SystemExit) as stopped:
-            command.main(words)
-        assert stopped.value.code == 2
 
 
 CHILD = """
@@ -174,19 +147,6 @@ class TestChildren:
         found = self.run([["first", "hangs", "last"], ["other"]], tmp_path, seconds=2)
         assert time.monotonic() - start < 10 and set(found) == {"first"}
 
-    def test_a_hang_is_a_failure(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(runner, "LONGEST_ITEM", 1.0)
-        found = self.run([["first", "hangs", "last"]], tmp_path)
-        assert (
-            found["hangs"][0]["line"] == "hangs: stopped after 1 s" and found["hangs"][0]["failed"] and "last" in found
-        )
-
-    def test_a_child_that_never_begins(self, entry: Path, tmp_path: Path) -> None:
-        entry.write_text("raise SystemExit(5)")
-        found = self.run([["one", "two"]], tmp_path)
-        assert set(found) == {"one", "two"}
-        assert all(row["failed"] and "never began" in row["line"] for (row,) in found.values())
-
     def test_kernels_are_compiled_side_by_side_and_tuned_alone(self, tmp_path: Path) -> None:
         words = [*TOY, "--warm", "--only", "attention", "--items", "sdpa | 8", "--wheels", str(tmp_path)]
         assert command.main([*words, "--folder", str(tmp_path)]) == 0
@@ -230,9 +190,6 @@ class TestItems:
         assert failed["failed"] and good["item"] == "good"
         assert "bench/nightly/test_gpu_bench.py:" in failed["line"] and "torch/_tensor.py:" in failed["line"]
 
-    def test_no_time_left(self) -> None:
-        assert self.run(-1) == {}
-
 
 class TestStore:
     def test_failed_results_are_dropped_alone(self, tmp_path: Path) -> None:
@@ -244,48 +201,8 @@ class TestStore:
         store.forget("speed", ["fine", "broken"], only_failed=True)
         assert list(Store(tmp_path, "another card").entries("speed")) == ["fine", "other"]
 
-    def test_what_is_not_a_number_is_text(self, tmp_path: Path) -> None:
-        Store(tmp_path, "").keep("speed", "fast", [{"ratio": math.inf}], 1.0)
-        assert Store(tmp_path, "").entries("speed")["fast"]["rows"] == [{"ratio": "inf"}]
-
-
-class TestImplementations:
-    def test_what_ran_is_noted_and_everything_put_back(self) -> None:
-        hybrid = hybrid_of(base_of("mamba2", toy=True), "add")
-        before = dict(vars(modeling_mamba2))
-        with watch(hybrid) as ran:
-            hybrid(prompts(hybrid, 2, 13), use_cache=False)
-        assert ran == {"causal_conv1d_fn": "torch", "mamba2_chunk_scan": "torch"}
-        assert dict(vars(modeling_mamba2)) == before
-
-    def test_the_package_of_a_kernel_is_named(self) -> None:
-        def scan(tensor: Any) -> int:
-            return 1
-
-        scan.has_kernel, ran = True, {}  # type: ignore[attr-defined]
-        models._noting(ran, scan, "mamba2_chunk_scan")(SimpleNamespace(is_cuda=True))
-        assert ran == {"mamba2_chunk_scan": "mamba_ssm"}
-
-    def test_fused_training_kernels_make_hooks_refuse(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with_kernels(monkeypatch)
-        options = runner.Options("cpu", True)
-        assert families.hooked("mamba2", options, training=False) == "fire"
-        assert families.hooked("mamba2", options, training=True) == "refuse"
-
 
 class TestTraining:
-    def test_every_task_is_asked_for_where_it_can_be(self) -> None:
-        on = {device: training.items(runner.Options(device)) for device in ("cuda", "cpu")}
-        assert set(on["cuda"]) - set(on["cpu"]) == {"mamba2-130m | compile", "mamba2-130m | fsdp2"}
-        assert len(on["cpu"]) == 5
-
-    def test_two_runs_that_differ_are_not_called_the_same(self) -> None:
-        run = training.Run([4.0, 3.0], [1.0], None, "plain", 100.0, True, "")
-        found = training.against(replace(run, losses=[4.0, 3.3]), run)
-        assert found["apart"] == pytest.approx(0.1) and not found["ok"]
-        assert not training.against(replace(run, checksum=90.0), run)["ok"]
-        assert training.against(run, run) == {"apart": 0, "ok": True}
-
     def test_packed_documents_against_padded_ones(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With the library's own scan, and with a convolution that reads the document before."""
         options, found = runner.Options("cpu", True, 1), {}
@@ -303,21 +220,6 @@ class TestTraining:
         assert "refused" in found[True][2]["line"] and found[True][2]["failed"]
 
 
-class TestFamilies:
-    def test_a_model_of_every_family_has_the_widths_of_the_kernels(self) -> None:
-        assert set(SIZES) == set(SPLICED_FAMILIES)
-        assert all(pico_family_config(name, **SIZES[name]) is not None for name in SIZES)
-
-
-class TestPair:
-    def test_both_models_share_their_weights_and_agree(self) -> None:
-        models = speed.pair.__wrapped__("toy", runner.Options("cpu", True))
-        ours, theirs = (dict(models[name].named_parameters()) for name in ("hybrid", "base"))
-        assert all(ours[name].data_ptr() == theirs[name].data_ptr() for name in theirs)
-        ids = prompts(models["base"], 2, 13)
-        assert torch.equal(models["hybrid"](ids).logits, models["base"](ids).logits)
-
-
 class TestBuild:
     @pytest.mark.parametrize(
         ("capability", "kept"),
@@ -328,32 +230,6 @@ class TestBuild:
         offered = [word for chip in chips for word in ("-gencode", chip)]
         found = build.chip_flags(["-O3", *offered, "-lineinfo", "-c", "x.cu"], capability)
         assert found == ["-O3", *(["-gencode", kept] if kept else offered), "-c", "x.cu"]
-
-    def test_without_a_gpu_nothing_is_tried(self, tmp_path: Path) -> None:
-        rows = build.build(build.PACKAGES, tmp_path, tmp_path, tmp_path, 1, "cpu")
-        assert [row["package"] for row in rows] == list(build.PACKAGES)
-        assert all(row["result"] == "not tried: no GPU to build for" for row in rows)
-
-    def test_a_finished_wheel_is_kept_and_a_strange_source_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(build, "obstacle", lambda device: None)
-        monkeypatch.setattr(build, "settings", lambda capability, scratch: {})
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        (tmp_path / "mamba_ssm-2.0-cp311-cp311-linux_x86_64.whl").touch()
-        (tmp_path / "causal_conv1d-1.0").mkdir()
-        (tmp_path / "causal_conv1d-1.0" / "setup.py").touch()
-        with tarfile.open(tmp_path / "causal_conv1d-1.0.tar.gz", "w:gz") as archive:
-            archive.add(tmp_path / "causal_conv1d-1.0", "causal_conv1d-1.0")
-        found = build.build(["mamba_ssm", "causal_conv1d"], tmp_path, tmp_path, tmp_path / "scratch", 1)
-        result = {row["package"]: (row["ok"], row["result"]) for row in found}
-        assert result["mamba_ssm"][0] and result["mamba_ssm"][1].startswith("kept: mamba_ssm-2.0")
-        assert not result["causal_conv1d"][0] and "no causal_conv1d_fwd.cu" in result["causal_conv1d"][1]
-
-    def test_a_failed_build_says_why(self, tmp_path: Path) -> None:
-        log = tmp_path / "log"
-        log.write_text("ok\nOSError: CUDA_HOME is not set\nerror: subprocess-exited-with-error\nnote: see above\n")
-        assert build.complaint(log) == "OSError: CUDA_HOME is not set"
 
 
 class TestSources:
@@ -399,21 +275,6 @@ class TestSources:
         assert kept == sorted(line for line in wanted if not any(pair in line for pair in mixed)) and len(kept) == 25
         assert all("128, 4>" in text and "128, 2>" not in text and "128, 3>" not in text for text in texts)
 
-    def test_what_was_cut_is_refused_when_it_runs(self, folder: Path) -> None:
-        sources.cut("causal_conv1d", folder)
-        text = (folder / "csrc" / "causal_conv1d.cpp").read_text()
-        assert text.count('TORCH_CHECK(width == 4, "this build') == 3
-        assert "TORCH_CHECK(false" in text and "CppTypeToScalarType<input_t>" in text
-
-    @pytest.mark.parametrize("file", ["setup.py", "csrc/causal_conv1d.cpp", "csrc/causal_conv1d_bwd.cu"])
-    def test_another_source_is_refused(self, folder: Path, file: str) -> None:
-        text = (folder / file).read_text()
-        (folder / file).write_text(
-            text.replace("causal_conv1d_bwd.cu", "").replace("width ==", "width").replace("<= 4", "<= 5")
-        )
-        with pytest.raises(sources.UnknownSource, match=Path(file).name):
-            sources.cut("causal_conv1d", folder)
-
 
 class TestWheels:
     def wheel(self, folder: Path, name: str, tag: str = "py3-none-any") -> None:
@@ -433,19 +294,3 @@ class TestWheels:
         assert not (site.folder / "torch.py").exists()
         assert env.installed("gpu-bench-probe") == Version("1.0")
         assert any("other_machine" in line and "another" in line for line in site.lines)
-
-    def test_no_folder_no_change(self, tmp_path: Path) -> None:
-        before, site = list(sys.path), env.Site(tmp_path / "site")
-        site.use(tmp_path / "wheels")
-        assert sys.path == before and site.lines == []
-
-
-class TestTable:
-    def test_numbers(self) -> None:
-        assert [shown(x) for x in (None, True, False, 0.00012345, 1.2345, 1234.5)] == [
-            "-", "yes", "NO", "1.2e-04", "1.23", "1234",
-        ]  # fmt: skip
-
-    def test_lines_that_say_the_same_become_one(self) -> None:
-        found = merged([{"line": "a: missing"}, {"line": "b: missing"}, {"line": "c: slow"}])
-        assert found == ["- a, b: missing", "- c: slow"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,41 +18,27 @@ from bench.studies.head_choice import choosers as choosers_module
 from bench.studies.head_choice import mamba1, study
 from bench.studies.head_choice.arms import (
     COLUMNS,
-    DEFAULT_BRANCH,
-    DEFAULT_CHOOSER,
-    DESIGN,
-    DESIGNS,
     LAYER,
     NO_SPLICE,
-    PLAIN,
     SHORT,
-    WIDE,
     Budget,
     Choices,
     arm_of,
     arms_of,
-    design_of,
-    heads_chosen,
 )
 from bench.studies.head_choice.bases import BASES, StudyBase
 from bench.studies.head_choice.choosers import CHOOSERS, Chooser
-from bench.studies.head_choice.compiled_scan import compiled_scan
-from bench.studies.head_choice.figures import regret_by_chooser
-from bench.studies.head_choice.regret import Results, best_accuracy, regrets, worst_cases
+from bench.studies.head_choice.regret import Results, best_accuracy, regrets
 from bench.studies.head_choice.tables import tables
 from bench.studies.site_selection.tables import tables_on
-from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
-from surgery.models import selective_scan as library_scan
 from surgery.models.lookup import family_of
-from surgery.models.selective_scan import selective_scan
 from tests.integration.conftest import PICO_MAMBA2 as BASE
 
 TOY = Budget(
     steps=2, warmup=1, rows=2, keep_rows=2, pairs=(4, 5), evaluate_pairs=(6,), examples=8, sentences=2,
     locate_examples=16, gates_steps=2, gates_candidates=8, trial_steps=1, trial_candidates=8,
 )  # fmt: skip
-LAYER_0 = [f"L0H{head}" for head in range(8)]
 
 
 def choice(*ranking: str) -> dict[str, Any]:
@@ -87,20 +72,6 @@ class TestArms:
         one, other = (arm_of(choices, "shipped", 0, heads) for heads in (("L0H2", "L0H1"), ("L0H1", "L0H2")))
         assert one == other and one.identity(TOY, "r") == other.identity(TOY, "r")
 
-    def test_a_head_reads_the_segment_end_only_where_that_gains(self) -> None:
-        choices = made_up_choices({})
-        choices["choosers"]["oracle"]["scores"] |= {
-            "L0H1": {"segment_end": 0.2, "answer_token": 0.1},
-            "L0H2": {"segment_end": 0.2, "answer_token": 0.3},
-        }
-        arm = arm_of(choices, "shipped", 0, ["L0H0", "L0H1", "L0H2"])
-        assert arm.reads == ("answer_token", "segment_end", "answer_token")
-
-    def test_eight_heads_of_one_layer_are_the_arm_of_that_layer(self) -> None:
-        choices = made_up_choices({}, tuple(LAYER_0))
-        eight, layer = (list(arms_of(choices, "shipped", 0, column)) for column in ("8", LAYER))
-        assert eight == layer and len(eight) == 1
-
     def test_identity_depends_on_base_seed_heads_budget_and_weights(self) -> None:
         choices = made_up_choices({})
         arm = arm_of(choices, "shipped", 0, ["L0H1"])
@@ -110,32 +81,6 @@ class TestArms:
         keys = [a.identity(TOY, "r") for a in (arm, *others)]
         keys += [arm.identity(budget, "r") for budget in (SHORT, replace(TOY, filler=(0, 6)), replace(TOY, kept=()))]
         assert len({*keys, arm.identity(TOY, "s")}) == 8
-
-    def test_the_sections_have_the_options_of_the_base(self) -> None:
-        budget = study.Experiment(Path("unused")).budget_of("far")
-        retrieval, *kept = budget.train(attention=True, new_heads=False).sources
-        assert (retrieval.pairs, retrieval.filler) == ((8, 32), (0, 20))
-        assert [(source.task, source.split) for source in kept] == [("closed_book", 0), ("sentence", 0)]
-        task = budget.evaluate.tasks[0]
-        assert (task.task, task.pairs, task.filler) == ("kv_retrieval", (32,), (0, 20))
-        assert budget.locate("gates").filler == (0, 20) and budget.answers == "kv_retrieval/32"
-
-    def test_designs_share_the_head_of_the_default_chooser_and_the_plain_one_is_its_arm(self) -> None:
-        choices = made_up_choices({DEFAULT_CHOOSER: ("L0H5",)})
-        arms = list(arms_of(choices, "shipped", 0, DESIGN))
-        assert [design_of(arm) for arm in arms] == list(DESIGNS) and {arm.heads for arm in arms} == {("L0H5",)}
-        assert arms[0] == arm_of(choices, "shipped", 0, ["L0H5"]) and design_of(arms[0]) == PLAIN
-        assert len({arm.file for arm in arms}) == len({arm.identity(TOY, "r") for arm in arms}) == len(DESIGNS)
-        assert design_of(next(arms_of(choices, "shipped", 0, "1"))) is None
-
-    @pytest.mark.parametrize(("column", "plain_column"), WIDE.items())
-    def test_the_same_sets_are_trained_with_the_default_branch(self, column: str, plain_column: str) -> None:
-        choices = made_up_choices({DEFAULT_CHOOSER: ("L0H5", "L0H1", "L1H2", "L0H0")})
-        plain, wide = (list(arms_of(choices, "shipped", 0, name)) for name in (plain_column, column))
-        plain = [arm for arm in plain if arm.heads]
-        assert [arm.heads for arm in wide] == [arm.heads for arm in plain] and len(wide) > 1
-        assert {design_of(arm) for arm in wide} == {DEFAULT_BRANCH} and {arm.width for arm in wide} == {64}
-        assert len({arm.file for arm in (*plain, *wide)}) == 2 * len(plain)
 
 
 class TestRegret:
@@ -156,10 +101,6 @@ class TestRegret:
         )
         assert found["oracle"].n == 2 and found["oracle"].low < 5 < found["oracle"].high
 
-    def test_the_best_set_may_be_one_that_no_chooser_has_chosen(self) -> None:
-        sets = {**self.sets(90, 80, 30), ("L1H7",): right(95), ("L0H3", "L0H4"): right(100)}
-        assert regrets(self.results({0: sets}), "shipped", "1")["oracle"].value == pytest.approx(5.0)
-
     def test_an_interval_is_of_paired_differences(self) -> None:
         same = regrets(self.results({0: self.sets(90, 90, 30)}), "shipped", "1")["gates"]
         assert (same.value, same.low, same.high) == (0, 0, 0)
@@ -177,60 +118,6 @@ class TestRegret:
         assert regrets(results, "shipped", "1")["gates"].value == pytest.approx(0.0)
         assert regrets(self.results({0: partial}), "shipped", "1") == {}
         assert regrets(results, "shipped", "2") == {} and best_accuracy(results, "shipped", "2") is None
-
-    def test_luck_with_prompts_is_seen_on_the_other_half(self) -> None:
-        even, odd = np.tile([1.0, 0.0], 50), np.tile([0.0, 1.0], 50)
-        lucky = {("L0H1",): even, ("L0H2",): odd, ("L1H3",): even, ("L1H4",): odd}
-        assert best_accuracy(self.results({0: lucky}), "shipped", "1") == (0.5, 0.0)
-        clear = {heads: np.repeat(x, 2) for heads, x in self.sets(90, 80, 30).items()}
-        assert best_accuracy(self.results({0: clear}), "shipped", "1") == pytest.approx((0.9, 0.9))
-
-    def test_the_worst_case_counts_what_was_measured(self) -> None:
-        results = self.results({0: self.sets(90, 80, 30)})
-        worst = worst_cases(results, ["shipped", "far"])
-        assert worst["random"].regret.value == pytest.approx(60.0) and worst["oracle"].regret.value == 0
-        assert (worst["random"].base, worst["random"].column) == ("shipped", "1")
-        assert (worst["random"].measured, worst["random"].wanted) == (1, 2 * len(COLUMNS))
-        assert worst_cases(self.results({}), ["shipped"]) == {}
-
-    def test_tables_show_missing_arms_as_missing(self, tmp_path: Path) -> None:
-        results = self.results({0: self.sets(90, 80, 30)})
-        found = tables(results, {"shipped": "the shipped base", "far": "another"}, {"steps": "2"})
-        rows = cells(found["worst"])
-        assert rows["random"] == ["60.0", *["missing"] * 4, "60.0 [51.0, 69.0]", "shipped, k = 1"]
-        assert rows["bases with a regret"] == ["1 of 2", *["0 of 2"] * 4, "1 of 10 cases", ""]
-        assert found["bases"].startswith("### The shipped base\n") and "another" not in found["bases"]
-        assert "| no splice | missing |" in found["bases"]
-        assert f"| seed 0 | no seed; 0 of {len(CHOOSERS)} of seed 0 |" in found["bases"]
-        paths = regret_by_chooser({("shipped", "1"): regrets(results, "shipped", "1")}, {"shipped": "x"}, tmp_path)
-        assert [path.name for path in paths] == ["regret.png", "regret.svg", "regret.csv"]
-        assert (tmp_path / "regret.csv").read_text().count("\n") == 1 + len(CHOOSERS)
-        assert regret_by_chooser({}, {"shipped": "x"}, tmp_path / "none") == []
-
-    def test_a_design_is_shown_beside_the_plain_branch_and_is_no_set_of_a_chooser(self) -> None:
-        results = self.results({0: self.sets(90, 80, 30)})
-        with_design = replace(results, designs={("shipped", 0): {"replace": {("L0H2",): right(95)}}})
-        assert regrets(with_design, "shipped", "1") == regrets(results, "shipped", "1")
-        (row,) = cells(tables(with_design, {"shipped": "the shipped base"}, {})["designs"]).values()
-        assert [cell.split(" ")[0] for cell in row] == ["L0H2", "missing", "0.800", "0.950", *["missing"] * 3]
-
-    def test_the_default_branch_has_a_regret_of_its_own(self) -> None:
-        """Heads that lose with copies alone may lose nothing with the default branch."""
-        rankings = {"oracle": ("L0H1", "L0H2", "L0H3", "L0H4")}
-        choices = {("shipped", 0): made_up_choices(rankings, ("L1H1", "L1H2", "L1H3", "L1H4"))}
-        sets = [heads_chosen(choices["shipped", 0], chooser, "4") for chooser in CHOOSERS]
-        copies = {heads: right(90 if heads == rankings["oracle"] else 80) for heads in sets}
-        results = Results(choices, {("shipped", 0): copies})
-        assert cells(tables(results, {"shipped": "x"}, {})["default_branch"])["oracle read (`sharpen`)"] == []
-        wide = {DEFAULT_BRANCH: {heads: right(98) for heads in sets}}
-        rows = cells(tables(replace(results, designs={("shipped", 0): wide}), {"shipped": "x"}, {})["default_branch"])
-        assert [cell.split(" ")[0] for cell in rows["aggregate"]] == ["0.800", "10.0", "0.980", "0.0"]
-
-
-def cells(table: str) -> dict[str, list[str]]:
-    """Cells of a Markdown table by the first one of each row."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    return {row[0]: row[1:] for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -288,30 +175,6 @@ class TestRun:
         assert added["middle"]["heads"] == added["uniform"]["heads"] and added["oracle"] == before["choosers"]["oracle"]
         write_json(experiment.folder / "choices" / "shipped_seed0.json", before)
 
-    def test_choices_depend_on_locating_and_not_on_training(self, experiment: study.Experiment) -> None:
-        def key(**changes: Any) -> str:
-            return replace(experiment, budget=replace(TOY, **changes)).choices_key("shipped", 0, "r")
-
-        assert key() == key(steps=3, examples=9) == key(kept=())
-        changed = [key(filler=(0, 1)), key(locate_examples=8), key(gates_steps=3), key(trial_candidates=9)]
-        assert len({key(), *changed, experiment.choices_key("shipped", 1, "r")}) == 6
-
-    def test_published_results_are_used_and_another_definition_is_not(
-        self, experiment: study.Experiment, tmp_path: Path
-    ) -> None:
-        first = next(experiment.arms())
-        elsewhere = replace(experiment, folder=tmp_path, published=experiment.folder)
-        assert elsewhere.result(first) is not None and not list(tmp_path.iterdir())
-        assert replace(elsewhere, budget=replace(TOY, steps=3)).result(first) is None
-        longer, _ = study.collected(replace(elsewhere, budget=replace(TOY, steps=3)))
-        assert longer.choices and not longer.answers["shipped", 0]
-
-    def test_a_base_without_a_folder_is_skipped_with_a_message(
-        self, experiment: study.Experiment, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert list(experiment.arms("gone")) == []
-        assert "skipping gone: there is no folder" in capsys.readouterr().out
-
     def test_the_report_holds_what_the_arms_say(self, experiment: study.Experiment, tmp_path: Path) -> None:
         page, folder = tmp_path / "HEAD_CHOICE.md", tmp_path / "evidence"
         study.report(experiment, page, folder)
@@ -324,10 +187,6 @@ class TestRun:
         assert f"| no splice | {digits.count('1') / len(digits):.3f} [" in written["bases"]
         assert sorted(path.name for path in (folder / "arms").iterdir()) == [path.name for path in done]
         assert (folder / "choices" / "shipped_seed0.json").is_file()
-
-    def test_a_report_of_nothing_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(RunError, match="Nothing is measured"):
-            study.report(study.Experiment(tmp_path, TOY), tmp_path / "page.md", tmp_path)
 
 
 def test_the_published_tables_are_those_of_the_published_results(tmp_path: Path) -> None:
@@ -354,37 +213,3 @@ def test_a_mamba1_computes_a_mamba2_up_to_the_norm_behind_the_gate() -> None:
         torch.testing.assert_close(converted(ids).logits, model(ids).logits, atol=1e-3, rtol=1e-4)
     sites = family_of(converted.config).sites(converted.config)
     assert [len(spec.heads) for spec in sites] == [12] * 4
-
-
-def test_the_constant_in_place_of_the_norm_has_its_scale() -> None:
-    """The norm does not depend on the size of its input, so an input four times as large needs a quarter."""
-    model, tokenizer = load(BASE)
-    assert isinstance(model, Mamba2ForCausalLM)
-    scales = mamba1.norm_scales(model, tokenizer)
-    for block in model.backbone.layers:
-        block.mixer.norm.register_forward_pre_hook(lambda _, inputs: (4 * inputs[0], inputs[1]))
-    torch.testing.assert_close([4 * scale for scale in mamba1.norm_scales(model, tokenizer)], scales, atol=0, rtol=1e-3)
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_the_compiled_scan_is_that_of_the_library() -> None:
-    """Output, last state and all gradients."""
-    drawn = torch.Generator().manual_seed(0)
-    x, dt = (torch.randn(2, 5, 33, generator=drawn) for _ in range(2))
-    A, (B, C) = -4 * torch.rand(5, 7, generator=drawn), (torch.randn(2, 7, 33, generator=drawn) for _ in range(2))
-    weights = torch.randn(2, 5, 33, generator=drawn), torch.randn(2, 5, 7, generator=drawn)
-
-    def computed() -> list[torch.Tensor]:
-        given = [v.clone().requires_grad_() for v in (x, dt, A, B, C)]
-        y, last = selective_scan(*given, delta_softplus=True, return_last_state=True)
-        ((y * weights[0]).sum() + (last * weights[1]).sum()).backward()
-        return [y, last, *(v.grad for v in given)]
-
-    own, given = computed(), library_scan._Scan
-    with compiled_scan():
-        assert library_scan._Scan is not given
-        compiled = computed()
-    assert library_scan._Scan is given
-    assert torch.tensor([1e-38]) * 0.1 > 0, "the library flushes denormal numbers of the whole process to zero"
-    for number, (expected, found) in enumerate(zip(own, compiled, strict=True)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, n=number: f"{n}: {text}")

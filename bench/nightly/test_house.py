@@ -102,29 +102,6 @@ def test_functions_classes_and_docstrings(tree: Path) -> None:
     assert (documented["with parameters"], documented["with Args"], documented["with Returns"]) == (1, 1, 1)
 
 
-def test_lines_and_readme(tree: Path) -> None:
-    measured = house.measure(tree, static=True)
-    assert measured["lines"]["bench"] == {"files": 1, "code": 1, "text": 0, "blank": 0}
-    assert measured["lines"]["tests"] == {"files": 1, "code": 0, "text": 1, "blank": 1}
-    assert measured["lines"]["surgery"]["text"] == 10
-    assert measured["readme"] == {"words": 7, "numbers": 3}
-
-
-def test_an_extension_counts_as_one_file_once_a_test_runs_it(tree: Path) -> None:
-    assert house.extensions(tree) == house.EXTENSIONS
-    path = tree / house.EXTENSION_TESTS
-    path.parent.mkdir(parents=True)
-    path.write_text('def test_probe(): pass\n@pytest.mark.parametrize("kind", ["format"])\ndef test_kind(kind): pass\n')
-    assert house.extensions(tree) == {**house.EXTENSIONS, "probe": "1", "format": "1"}
-
-
-def test_modules_that_cannot_be_imported_are_found(tree: Path) -> None:
-    (tree / "surgery/broken.py").write_text("import surgery.nowhere\n")
-    result = house.importable(tree, ["surgery", "surgery.top", "surgery.broken", "surgery.__main__"])
-    assert result == {"modules": 3, "failed": 1, "failures": {"surgery.broken": "ModuleNotFoundError"}}
-    assert house.import_cost(tree)["torch"] is False
-
-
 def test_two_measurements_stand_side_by_side(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, after, seconds = (tree / f"{name}.json" for name in ("before", "after", "seconds"))
     seconds.write_text('{"seconds": 340}')

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from bench.kills.__main__ import Ended, Matrix
-from bench.kills.events import Events, Trigger, moments
+from bench.kills.events import Events, Trigger
 
 SIGNALS = {"SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM}
 
@@ -71,10 +71,6 @@ def test_a_signal_comes_at_its_event(folder: Path, name: str) -> None:
         load_file(folder / "two.safetensors")
     assert run(folder, Trigger("train", 99, name)) == 0
     assert run(folder, Trigger("plan", 0, name)) == 0
-
-
-def test_five_moments_from_the_first_event_to_the_last() -> None:
-    assert moments(63) == (0, 16, 31, 46, 62) and moments(3) == (0, 1, 2) and moments(1) == (0,)
 
 
 @pytest.fixture

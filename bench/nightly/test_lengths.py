@@ -29,12 +29,6 @@ def test_prompts_fill_their_length_and_ask_for_a_value_that_they_hold(condition:
         assert document.text[slice(*question.value)] == document.text[slice(*question.answer)]
 
 
-def test_more_tokens_bring_more_pairs_up_to_a_number() -> None:
-    counts = [len(prompt("pairs", n, 0, pico_tokenizer()).questions[0].choices) for n in (256, 512, 4096, 8192)]
-    assert counts[0] < counts[1] < counts[2] == counts[3] == 96
-    assert len(prompt("text", 8192, 0, pico_tokenizer()).questions[0].choices) == 16
-
-
 def test_the_probe_for_training_has_questions_about_different_lines() -> None:
     options = Options(pairs=8, questions=4, tokens=600, filler=(0, 3), tokenizer=pico_tokenizer())
     document = LongDictionary().document(rng_of(1), "train", options)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from bench.plugins.hidden_attention import aggregate_score, effective_tokens, entropy, gather_score, sharpness
-from surgery.errors import ProbeError
 
 T = 20
 SEGMENTS = [(3, 7), (7, 11), (11, 15)]  # the prompt has a header before, and a question behind
@@ -59,11 +58,6 @@ def test_aggregate_of_many_heads_is_that_of_each() -> None:
         assert found[place] == pytest.approx(float(aggregate_score(rows[place], SEGMENTS, 1)))
 
 
-def test_one_segment_is_no_choice() -> None:
-    with pytest.raises(ProbeError, match="segments: 1"):
-        aggregate_score(on(3), SEGMENTS[:1], 0)
-
-
 class TestGather:
     uniform = ends(*(on(*range(stop)) for _, stop in SEGMENTS))
     perfect = ends(*(on(start) for start, _ in SEGMENTS))
@@ -97,13 +91,3 @@ class TestSmoothness:
 
     def test_effective_tokens_counts_them(self, length: int) -> None:
         assert effective_tokens(on(0, length - 1, length=length)) == pytest.approx(2)
-
-
-def test_a_decay_is_smooth_and_one_token_is_not() -> None:
-    """The same token is read most, by as much as it can be; the steps tell them apart."""
-    smooth = 0.9 ** np.arange(T)[::-1]
-    smooth /= smooth.sum()
-    sharp = 0.5 * smooth + 0.5 * on(4)
-    assert sharpness(smooth) < 0.05 < 0.4 < sharpness(sharp)
-    assert entropy(sharp) < entropy(smooth)
-    assert entropy(np.ones(1)) == 0, "one token is no choice"

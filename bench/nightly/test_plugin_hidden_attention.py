@@ -20,18 +20,14 @@ from bench.plugins.hidden_attention import (
     structural_scores,
 )
 from surgery.data.encoding import EncodedBatch, encode
-from surgery.errors import PlanError, ProbeError
-from surgery.locate.methods import METHODS
+from surgery.errors import PlanError
 from surgery.models.hooks import record
 from surgery.models.layouts import Streams
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.splice.graft import splice_model
 from surgery.types import HeadId, MixerSpec
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts
-from tests.support.samples import sample
-from tests.support.teachers import plan_for, section, teacher_of
 
 LENGTH = 11
 SPLICE = [pico_site(0, [3, 1]), pico_site(2, [2])]
@@ -89,11 +85,6 @@ class TestBranch:
             for head, place in zip(self.spliced, (0, 1, 0), strict=True):
                 np.testing.assert_allclose(found[head][:, query], rows[head][:, place, 0].numpy(), atol=1e-6)
 
-    def test_is_not_the_head_beside_it(self) -> None:
-        model, batch = pico_hybrid(SPLICE), level()
-        found, own = (head_matrices(model, batch, self.spliced, branch=b) for b in (True, False))
-        assert all(np.abs(found[head] - own[head]).max() > 0.05 for head in self.spliced)
-
     def test_what_is_not_spliced_is_refused(self) -> None:
         with pytest.raises(PlanError, match=r"L0H2.*L0H3, L0H1"):
             head_matrices(pico_hybrid(SPLICE), level(), [HeadId(0, 2)], branch=True)
@@ -101,29 +92,6 @@ class TestBranch:
             head_matrices(pico_hybrid(SPLICE), level(), [HeadId(1, 0)], branch=True)
         with pytest.raises(PlanError, match="no spliced heads"):
             head_matrices(pico_base(), level(), [HeadId(1, 0)], branch=True)
-
-    def test_a_whole_layer_is_both_mixer_and_branch(self) -> None:
-        base, teacher, chosen = pico_family("llamba"), teacher_of("llama"), section(mode="replace", unit="layer")
-        model, batch = splice_model(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher).eval(), level()
-        heads = [head for head in all_heads(model) if head.letter == "A"]
-        found, own = (head_matrices(model, batch, heads, branch=b) for b in (True, False))
-        assert [h.layer for h in heads] == [1] * 4
-        for head in heads:
-            np.testing.assert_allclose(found[head], own[head], atol=1e-6)
-
-
-def test_padding_and_unknown_heads_are_refused() -> None:
-    with pytest.raises(ProbeError, match="padded"):
-        head_matrices(pico_base(), prompts((9, 14)), [HeadId(0, 0)])
-    for head in (HeadId(0, 4), HeadId(7, 0), HeadId(0, 0, "A")):
-        with pytest.raises(PlanError, match=str(head)):
-            head_matrices(pico_base(), level(), [head])
-
-
-@pytest.mark.parametrize("branch", [True, False])
-def test_no_heads_are_refused(branch: bool) -> None:
-    with pytest.raises(PlanError, match="heads"):
-        head_matrices(pico_hybrid(SPLICE), level(), [], branch)
 
 
 def documents(count: int = 3) -> list[Document]:
@@ -143,23 +111,9 @@ class TestSegments:
             assert lines == [f"{line}\n" for line in document.text.split("\n")[1 : 1 + len(spans)]]
             assert len(spans) == len(document.questions[0].choices)
 
-    @pytest.mark.parametrize("task", ["letter_choice", "closed_book", "sentence"])
-    def test_other_tasks_have_none(self, task: str) -> None:
-        with pytest.raises(ProbeError, match=r"documents: .*documents of kv_retrieval"):
-            segment_spans(sample(task, 1)[0], pico_tokenizer())
-
 
 class TestScores:
     model = staticmethod(lambda: pico_base(vocab_size=1024, n_groups=2))
-
-    def test_one_number_a_document_and_column(self) -> None:
-        model = self.model()
-        found = structural_scores(model, pico_tokenizer(), documents(), mixers(model))
-        assert list(found) == all_heads(model)
-        for columns in found.values():
-            assert list(columns) == [column.name for column in METHODS["hidden_attention"].columns]
-            for values in columns.values():
-                assert values.shape == (3,) and np.isfinite(values).all() and len(set(values)) == 3
 
     def test_are_those_of_the_matrices(self) -> None:
         """The decay alone is here the matrix of a model whose B and C are constant."""
@@ -208,7 +162,3 @@ class TestScores:
         found, own = structural_scores(*given, branch=True), structural_scores(*given)
         assert set(found) == set(TestBranch.spliced) and set(found) < set(own)
         assert all(np.abs(found[h]["entropy"] - own[h]["entropy"]).max() > 1e-3 for h in found)
-
-    def test_no_documents_are_refused(self) -> None:
-        with pytest.raises(ProbeError, match="documents"):
-            structural_scores(self.model(), pico_tokenizer(), [], [])

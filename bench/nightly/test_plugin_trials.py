@@ -15,21 +15,20 @@ from pydantic import ValidationError
 
 from bench.plugins.scaling import gated
 from bench.plugins.trials import Gates, Trial
-from bench.plugins.trials import gates as gates_module
 from bench.plugins.trials.gates import HardConcrete
-from bench.plugins.trials.halving import Trained, Trials
+from bench.plugins.trials.halving import Trials
 from bench.plugins.trials.training import TrialPrompts, splice_candidates, trial_loss
-from surgery.errors import PlanError, RecipeError, TrainingDiverged
+from surgery.errors import PlanError, RecipeError
 from surgery.locate.locating import locate_heads
 from surgery.locate.methods import METHODS, Candidates, TrainedScores
-from surgery.locate.selection import can_choose_again, rank
+from surgery.locate.selection import rank
 from surgery.models.runtime import requires_grad
 from surgery.probes.words import key_words
-from surgery.recipe import Locate, Recipe, Search, Splice
+from surgery.recipe import Locate, Recipe, Splice
 from surgery.report.figures.heatmaps import head_maps
 from surgery.report.heads_page import write_csv, write_page
-from surgery.types import Form, HeadId, HeadSet, Interval, ScoredHead, head_set_from_json, to_json
-from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
+from surgery.types import HeadId, ScoredHead, head_set_from_json, to_json
+from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer, tokens
 from tests.support.planted import plant, planted_tokenizer
 
 SECTION = Locate(
@@ -86,16 +85,6 @@ class TestSchedule:
     def test_half_of_the_heads_and_twice_the_steps(self, heads: int, keep: int, rounds: list[tuple[int, int]]) -> None:
         assert Trial(steps=8).rounds(heads, keep) == rounds
 
-    def test_greedy_halves_once_for_each_head_in_equally_many_rounds(self) -> None:
-        stages = Trial(steps=8, greedy=True).stages(5, 3)
-        assert stages == [
-            [(5, 8), (3, 16), (2, 32)],
-            [(4, 8), (3, 16), (2, 32)],
-            [(3, 8), (3, 16), (2, 32)],
-        ]
-        assert Trial().stages(5, 3) == [Trial().rounds(5, 3)]
-        assert len(Trial(greedy=True).stages(2, 4)) == 2
-
     @pytest.mark.parametrize("greedy", [False, True])
     def test_the_announced_steps_are_taken(self, greedy: bool) -> None:
         ticks: list[int] = []
@@ -103,21 +92,6 @@ class TestSchedule:
         given = candidates(tick=lambda: ticks.append(1), trial=trial, splice=Splice(num_heads=2))
         scores = METHODS["trial"].measure(given)
         assert len(ticks) == trial.num_steps(3, 2) == scores.steps > 0
-
-    def test_the_better_half_stays_and_the_first_of_equals(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        margins = {"L0H1": 1.0, "L1H0": 3.0, "L1H2": 1.0}
-        trained: list[tuple[str, int]] = []
-
-        def train(self: Trials, heads: Any, steps: int, before: Trained | None = None) -> Trained:
-            name = str(heads[-1].head)
-            trained.append((name, steps))
-            return Trained(steps, np.full(6, margins[name]), [], {})
-
-        monkeypatch.setattr(Trials, "train", train)
-        trials = Trials(candidates())
-        states = trials.halve([(head,) for head in candidates().heads], [(3, 1), (2, 2)])
-        assert trained == [("L0H1", 1), ("L1H0", 1), ("L1H2", 1), ("L1H0", 2), ("L0H1", 2)]
-        assert list(states) == [1, 0, 2] and [states[i].steps for i in (0, 1, 2)] == [2, 2, 1]
 
 
 class TestFrozenBase:
@@ -176,20 +150,6 @@ class TestPrompts:
         assert not trained & {tuple(row) for batch in prompts.held_out for row in batch.input_ids[:, -20:].tolist()}
         assert sum(map(len, prompts.held_out)) == 6
 
-    def test_options_of_the_prompts_are_those_of_locating(self) -> None:
-        plain, long = (TrialPrompts("gates", candidates(**more), 2) for more in ({}, {"filler": (3, 3)}))
-        text = pico_tokenizer().decode(long.held_out[0].input_ids[0])
-        assert text.count(":") == pico_tokenizer().decode(plain.held_out[0].input_ids[0]).count(":")
-        assert all(len(line.partition(":")[0].split()) == 4 for line in text.splitlines()[1:5])
-        assert long.step(0).input_ids.shape[1] > plain.step(0).input_ids.shape[1]
-
-    def test_a_step_depends_on_seed_and_number_only(self) -> None:
-        ids = [
-            TrialPrompts("gates", candidates(seed=seed), 2).step(step).input_ids.tolist()
-            for seed, step in ((0, 3), (0, 3), (1, 3), (0, 4))
-        ]
-        assert ids[0] == ids[1] and ids[0] != ids[2] and ids[0] != ids[3]
-
 
 class TestScore:
     def test_log_probability_among_the_choices(self) -> None:
@@ -202,12 +162,6 @@ class TestScore:
             for row, choices, gold in zip(logits, batch.choice_ids[:, 0], batch.gold[:, 0], strict=True):
                 expected.append(float(row[choices].log_softmax(-1)[gold]))
         np.testing.assert_allclose(prompts.log_probabilities(base), expected, atol=1e-5)
-
-    def test_a_trial_starts_at_the_base(self) -> None:
-        given = candidates()
-        prompts = TrialPrompts("trial", given, 2)
-        hybrid, _ = splice_candidates(given, given.heads)
-        np.testing.assert_allclose(prompts.log_probabilities(hybrid), prompts.log_probabilities(given.model), atol=1e-5)
 
 
 class TestGates:
@@ -228,18 +182,6 @@ class TestGates:
         torch.testing.assert_close(by_row[0], one[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(by_row[1:], other[1:], atol=1e-5, rtol=1e-5)
 
-    def test_samples_are_open_as_often_as_announced(self) -> None:
-        _, plan = splice_candidates(candidates(), candidates().heads)
-        gates = HardConcrete(plan, torch.device("cpu"), 0)
-        with torch.no_grad():
-            gates.logits[1].copy_(torch.tensor([-3.0, 0.5]))
-        samples = gates.sample(40_000)[1].detach()
-        assert float(samples.min()) >= 0 and float(samples.max()) <= 1
-        torch.testing.assert_close(
-            (samples > 0).float().mean(0), gates.open_probabilities()[1].detach(), atol=0.01, rtol=0
-        )
-        assert float(gates.values()[1][0, 0]) == 0 < float(gates.values()[1][0, 1]) < 1
-
     def test_a_cost_closes_gates(self) -> None:
         probability = {}
         for cost in (0.0, 100.0):
@@ -249,22 +191,6 @@ class TestGates:
             if cost:
                 assert all(not values.any() for values in scores.columns["gates"].values()), "closed gates score 0"
         assert max(probability[100.0]) < 0.5 < min(probability[0.0])
-
-    def test_gates_move_only_after_the_first_quarter(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        gates: list[HardConcrete] = []
-        moved: list[bool] = []
-
-        def made(*args: Any) -> HardConcrete:
-            gates.append(HardConcrete(*args))
-            return gates[-1]
-
-        def tick() -> None:
-            moved.append(any(bool((logits != 2).any()) for logits in gates[0].logits.values()))
-
-        monkeypatch.setattr(gates_module, "HardConcrete", made)
-        section = GATES.model_copy(update={"steps": 8})
-        METHODS["gates"].measure(candidates(gates=section, tick=tick))
-        assert moved == [False, False, *[True] * 6]
 
 
 class TestDeterminism:
@@ -311,37 +237,6 @@ class TestLocate:
         header, *rows = (tmp_path / "heads.csv").read_text().splitlines()
         assert {"gates", "gate", "trial", "trial_steps"} <= set(header.split(",")) and len(rows) == 8
 
-    def test_greedy_heads_keep_all_their_scores(self) -> None:
-        section = section_with(trial=TRIAL.model_copy(update={"greedy": True}))
-        heads = locate_heads(model(), pico_tokenizer(), section, Splice(select="trial", num_heads=2), any_accuracy=True)
-        first, second = heads.chosen
-        assert second.given == (first.head,) and {"trial_given", "trial", "gates"} <= second.scores.keys()
-        assert "trial_given" not in first.scores
-
-    def test_the_other_scores_do_not_change(self) -> None:
-        plain, splice = SECTION.model_copy(update={"methods": ("sharpen",)}), Splice(select="sharpen")
-        one, other = (
-            locate_heads(model(), pico_tokenizer(), section, splice, any_accuracy=True) for section in (plain, SECTION)
-        )
-        assert [s.head for s in one.heads] == [s.head for s in other.heads]
-        for before, after in zip(one.heads, other.heads, strict=True):
-            assert dict(before.scores) == {name: after.scores[name] for name in before.scores}
-
-    def test_a_search_keeps_the_candidates(self) -> None:
-        section = SECTION.model_copy(update={"search": Search(first=3), "methods": ("sharpen", "gates")})
-        heads = locate_heads(model(), pico_tokenizer(), section, Splice(select="gates"), any_accuracy=True)
-        assert sum("gates" in s.scores for s in heads.heads) == 3
-
-    @pytest.mark.parametrize("searches", [False, True])
-    def test_another_ranking_chooses_the_candidates(self, searches: bool) -> None:
-        gates = GATES.model_copy(update={"candidates_by": "aggregate"})
-        section = Locate(**{**dict(SECTION), "method_options": {"gates": gates}, "methods": ("gates", "query")})
-        section = section.model_copy(update={"search": Search(first=3) if searches else None})
-        heads = locate_heads(model(), pico_tokenizer(), section, Splice(select="gates"), any_accuracy=True)
-        tried = {s.head for s in heads.heads if "gates" in s.scores}
-        best, oracle = ({s.head for s in rank(heads.heads, ranking)[:3]} for ranking in ("aggregate", "sharpen"))
-        assert tried == best != oracle
-
     def test_a_ranking_of_candidates_is_measured(self) -> None:
         with pytest.raises(ValidationError, match=r"`gates.candidates_by: aggregate` needs `query` in `methods`"):
             Locate(methods=("gates",), method_options={"gates": {"candidates_by": "aggregate"}})
@@ -356,42 +251,6 @@ class TestLocate:
             PlanError, match=r"splice.num_heads: 4. Set locate.method_options.gates.candidates to 4 or more"
         ):
             locate_heads(model(), pico_tokenizer(), SECTION, Splice(select="gates", num_heads=4))
-
-    def test_a_model_without_sites_is_refused(self) -> None:
-        llama = pico_family("llama", vocab_size=1024)
-        with pytest.raises(PlanError, match=r"locate.methods: gates. .* no head of this model can be spliced"):
-            locate_heads(llama, pico_tokenizer(), SECTION, Splice(select="gates"), any_accuracy=True)
-
-    def test_a_loss_that_is_not_finite_names_the_rate(self) -> None:
-        trial = TRIAL.model_copy(update={"lr": 1e30, "steps": 8})
-        with pytest.raises(
-            TrainingDiverged, match=r"locate.method_options.trial.lr: 1e\+30. The loss is .* Set a lower rate"
-        ):
-            METHODS["trial"].measure(candidates(trial=trial))
-
-
-class TestChoosingAgain:
-    """A sweep over the number of heads may take the scores of another run."""
-
-    def test_a_trial_depends_on_the_number_of_heads(self) -> None:
-        one, two = (Splice(select="trial", num_heads=k) for k in (1, 2))
-        assert can_choose_again(two, two, SECTION) and not can_choose_again(two, one, SECTION)
-
-
-class TestRanking:
-    def test_columns_decide_in_turn_and_untried_heads_come_last(self) -> None:
-        def scored(name: str, **scores: float) -> ScoredHead:
-            intervals = {key: Interval(value, value, value, 6) for key, value in scores.items()}
-            return ScoredHead(HeadId.parse(name), "neither", "segment_end", intervals)
-
-        heads = [
-            scored("L0H0", segment_end=9.0),
-            scored("L0H1", segment_end=8.0),
-            scored("L1H0", segment_end=1.0, trial_steps=8, trial=5.0),
-            scored("L1H1", segment_end=1.0, trial_steps=16, trial=1.0),
-            scored("L1H2", segment_end=1.0, trial_steps=16, trial=2.0),
-        ]
-        assert [str(s.head) for s in rank(heads, "trial")] == ["L1H2", "L1H1", "L1H0", "L0H0", "L0H1"]
 
 
 class TestRecipe:
@@ -412,26 +271,6 @@ class TestRecipe:
         with pytest.raises(RecipeError, match=r"locate.methods: trial. It cannot train copies of a teacher"):
             section = SECTION.model_copy(update={"methods": ("trial", "sharpen")})
             locate_heads(model(), pico_tokenizer(), section, Splice.model_validate(splice))
-
-    @pytest.mark.parametrize("method", ["gates", "trial"])
-    @pytest.mark.parametrize("form", ["block", "pair"])
-    def test_inserted_layers_cannot_be_tried(self, form: Form, method: str) -> None:
-        """The Python API refuses what a recipe refuses."""
-        section = SECTION.model_copy(update={"methods": (method, "sharpen")})
-        splice = {"select": "sharpen", "form": form}
-        with pytest.raises(RecipeError, match=rf"locate.methods: {method}. .*splice.form: {form}. Remove it, or set"):
-            locate_heads(model(), pico_tokenizer(), section, Splice.model_validate(splice), any_accuracy=True)
-        with pytest.raises(ValueError, match=rf"locate.methods: {method} trains spliced heads. Remove it"):
-            whole = {"name": "x", "base": {"model": "base"}, "splice": splice, "locate": {"methods": [method]}}
-            Recipe.model_validate(whole)
-
-
-def test_the_scores_have_a_unit_on_the_page(tmp_path: Path) -> None:
-    heads = locate_heads(model(), pico_tokenizer(), SECTION, Splice(select="sharpen"), any_accuracy=True)
-    assert isinstance(heads, HeadSet)
-    write_page(heads, [], tmp_path / "locate.html")
-    text = (tmp_path / "locate.html").read_text()
-    assert "Gate (0 closed, 1 open)" in text and "Training (steps)" in text
 
 
 def test_options_are_checked_when_the_recipe_is_read() -> None:

@@ -37,14 +37,6 @@ def test_whatever_passes_for_the_plain_class_and_not_for_ours_is_lost() -> None:
     assert upstream.compared(without, {})["lost"]["test_a"] == "absent: "
 
 
-def test_the_table_names_every_family_and_every_loss() -> None:
-    text = upstream.table({"granite": upstream.compared(OUTCOMES, REASONS)})
-    assert "| granitemoehybrid | 3 | 1 | 1 | 1 | 3 | 1 | 2 |" in text
-    assert "- granitemoehybrid, `test_b`: failed: AssertionError: 1 != 2" in text
-    kept = dict.fromkeys(OUTCOMES, "passed")
-    assert "Lost" not in upstream.table({"mamba": upstream.compared(kept, {})})
-
-
 def test_a_failed_subtest_fails_its_test(tmp_path: Path) -> None:
     """And a skipped one does not skip it."""
     file = tmp_path / "cases.py"
@@ -79,18 +71,6 @@ def test_a_failed_subtest_fails_its_test(tmp_path: Path) -> None:
     assert recorder.reasons["Test_x_plain::test_fails"] == "ValueError: first line"
     assert recorder.reasons["Test_x_plain::test_subtest_fails"] == "AssertionError: 1 != 2"
     assert "no device" in recorder.reasons["Test_x_plain::test_skips"]
-
-
-def test_stand_ins_take_the_place_of_no_file(tmp_path: Path) -> None:
-    tests = tmp_path / "tests"
-    with pytest.raises(FileNotFoundError, match="test_modeling_common"):
-        upstream.put_together(tests, tmp_path / "package")
-    (tests / "generation").mkdir(parents=True)
-    (tests / "test_modeling_common.py").touch()
-    (tests / "generation" / "test_utils.py").write_text("theirs")
-    upstream.put_together(tests, tmp_path / "package")
-    assert (tmp_path / "package" / "generation" / "test_utils.py").read_text() == "theirs"
-    assert "ExportTesterMixin" in (tmp_path / "package" / "exporters" / "test_export.py").read_text()
 
 
 def test_the_page_shows_every_release_the_newest_first(tmp_path: Path) -> None:

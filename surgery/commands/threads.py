@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,14 +37,9 @@ def use_free_cores() -> None:
 
 
 def free_threads(cores: int, allowed: int, quota: float | None, busy: float, ranks: int) -> int:
-    """Return the number of threads of one process, at least 1.
+    """Return the number of threads of one of `ranks` processes, at least 1.
 
-    Args:
-        cores: cores of the machine.
-        allowed: how many of them the process may run on.
-        quota: CPU seconds a second that its container may use; None if there is no limit.
-        busy: cores that other processes use.
-        ranks: processes of this run on the machine.
+    Of the machine's `cores` it may run on `allowed`, and others use `busy`. `quota` is None if there is no limit.
     """
     free = min(allowed, round(cores - busy), cores if quota is None else int(quota))
     return max(1, free // ranks)
@@ -56,22 +51,17 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         return None
-    return min((quota for line in lines for quota in _quotas(root, *line.split(":", 2)[1:])), default=None)
-
-
-def _quotas(root: Path, controllers: str, path: str) -> Iterator[float]:
-    """The limits of a group and of those that contain it. A container may see the outermost one alone, at `root`."""
-    if controllers and "cpu" not in controllers.split(","):
-        return
-    folder = root / "cpu" if controllers else root  # version 1 of control groups, else version 2
-    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-    group = folder / path.strip("/")
-    for place in (group, *group.parents):
-        if not place.is_relative_to(folder):
-            return
-        try:
-            quota, period = " ".join((place / file).read_text(encoding="ascii") for file in files).split()
-        except (OSError, ValueError):  # it has no limit of its own, or is not visible here
+    quotas = []
+    for line in lines:
+        controllers, path = line.split(":", 2)[1:]
+        if controllers and "cpu" not in controllers.split(","):
             continue
-        if quota not in ("max", "-1"):
-            yield int(quota) / int(period)
+        folder = root / "cpu" if controllers else root  # version 1 of control groups, else version 2
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        group = folder / path.strip("/")
+        # A group and those that contain it. A container may see the outermost one alone, at `root`.
+        for place in [group, *(parent for parent in group.parents if parent.is_relative_to(folder))]:
+            with suppress(OSError, ValueError):  # it has no limit of its own ("max"), or is not visible here
+                quota, period = (int(word) for file in files for word in (place / file).read_text("ascii").split())
+                quotas += [quota / period] if quota > 0 else []
+    return min(quotas, default=None)

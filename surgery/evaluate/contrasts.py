@@ -75,10 +75,6 @@ def gap_closed(hybrid_N: Flags, control_N: Flags, teacher_N: Flags, seed: int = 
     0 is the accuracy of the control, 1 that of the teacher. Values outside this range are possible. The 95% percentile
     interval resamples prompts. Resamples without a gap (at most 1 in 40) are dropped.
 
-    Args:
-        hybrid_N: True for each prompt that the hybrid answers correctly; `control_N` and `teacher_N` likewise.
-        seed: of the bootstrap.
-
     Returns:
         `value`, `low`, `high`, `n`. If the interval of the gap includes 0: `value` None and the `reason`.
     """

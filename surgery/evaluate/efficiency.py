@@ -10,6 +10,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
@@ -104,7 +105,7 @@ def costs(
     measured = {}
     for name, model in models.items():
         model.train(training[name])
-        first, decode = ([each[i] for each in seconds[name]] for i in (0, 1))
+        first, decode = map(list, zip(*seconds[name], strict=True))
         measured[name] = {
             "rows": rows,
             "tokens": tokens,
@@ -117,11 +118,12 @@ def costs(
     return measured
 
 
+@dataclass
 class _Timer:
     """Prefill one batch of prompts and decode greedily after it."""
 
-    def __init__(self, model: PreTrainedModel, ids_BT: Tensor) -> None:
-        self.model, self.ids_BT = model, ids_BT
+    model: PreTrainedModel
+    ids_BT: Tensor
 
     def prefill(self) -> tuple[Tensor, Any]:
         """(B,1) likeliest next token of each row, and the cache."""
@@ -178,9 +180,7 @@ def spread_of(values: list[float]) -> float:
 def transformer_like(config: PreTrainedConfig, parameters: int, seed: int = 0) -> PreTrainedModel:
     """Make a Llama with random weights and a model's width, depth and vocabulary, to compare costs with.
 
-    Args:
-        config: of the model.
-        parameters: number of parameters to match approximately, by the width of the MLP.
+    The width of its MLP is such that it has about so many parameters.
     """
     shape = config.get_text_config()
     width, layers = shape.hidden_size, shape.num_hidden_layers

@@ -51,14 +51,9 @@ def held_out_documents(
     context: int | None = None,
     vocab_size: int | None = None,
 ) -> dict[str, list[Document]]:
-    """Read the documents that `holdout` excludes from training, by the name of the data.
+    """Read the documents that `holdout` excludes from training, at most `limit` of each data set, by its name.
 
-    Args:
-        train: the recipe's section `train`, whose sources name the data.
-        tokenizer: the model's.
-        limit: maximum number of documents of each data set.
-        context: maximum number of tokens of the model; not checked if None.
-        vocab_size: of the model; not checked if None.
+    Documents have to fit into the model's `context` and `vocab_size`, if these are given.
 
     Raises:
         DataError: the data cannot be read, or `holdout` selects no row.
@@ -113,13 +108,7 @@ def evaluate_model(
 
 
 def mark_seen(summary: dict[str, Any], section: Evaluate, train: Train) -> None:
-    """Set `seen` in the entries of tasks whose content `train` may have used, such as facts of the same half.
-
-    Args:
-        summary: of an arm; changed in place.
-        section: the recipe's section `evaluate`, which named the tasks.
-        train: training of the hybrid.
-    """
+    """Set `seen` in an arm's entries of tasks whose content `train` may have used, such as facts of the same half."""
     used = {(source.task, source.split) for stage in train.sequence for source in stage.sources}
     for task in section.tasks:
         kept_from, evaluated = task.probe.held_out_from, task.probe.evaluated

@@ -56,12 +56,7 @@ def _known_tasks(of_others: bool) -> tuple[str, ...]:
 def run_lm_eval(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: LmEval
 ) -> dict[str, dict[str, Any]]:
-    """Run the tasks of lm-eval that the recipe lists.
-
-    Args:
-        model: on its device, in eval mode.
-        tokenizer: the model's.
-        section: the recipe's section `evaluate.lm_eval`.
+    """Run the tasks of lm-eval that the recipe lists, on a model in eval mode.
 
     Returns:
         Task -> lm-eval's metrics and `n`, the number of documents; or `skipped` with the reason. A group or tag has one

@@ -108,12 +108,11 @@ def _write_task(folder: Path, name: str, documents: Sequence[Document]) -> list[
         tasks.append(f"surgery_{name}")
         _write(folder / f"{name}.yaml", {"include": "_ranked_yaml", "task": tasks[-1], **data})
     tasks.append(f"surgery_{name}_generated")
-    limit = {
-        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": max(map(max_answer_tokens, documents))}
-    }
-    _write(folder / f"{name}_generated.yaml", {"include": "_generated_yaml", "task": tasks[-1], **data, **limit})
+    limit = {"until": [], "do_sample": False, "max_gen_toks": max(map(max_answer_tokens, documents))}
+    content = {"include": "_generated_yaml", "task": tasks[-1], **data, "generation_kwargs": limit}
+    _write(folder / f"{name}_generated.yaml", content)
     return tasks
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

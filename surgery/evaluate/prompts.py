@@ -23,19 +23,12 @@ from surgery.recipe import Evaluate, EvaluationTask
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts by task and size.
+    """Prompts by task and size."""
 
-    Attributes:
-        choices: questions with choices, ranked by likelihood.
-        texts: texts for perplexity.
-        held_out: documents that `holdout` excludes from training.
-        generation: questions without choices. The answer is generated, and accuracy is also measured per token.
-    """
-
-    choices: Mapping[str, Sequence[Document]]
-    texts: Mapping[str, Sequence[Document]]
-    held_out: Mapping[str, Sequence[Document]] = field(default_factory=dict)
-    generation: Mapping[str, Sequence[Document]] = field(default_factory=dict)
+    choices: Mapping[str, Sequence[Document]]  # questions with choices, ranked by likelihood
+    texts: Mapping[str, Sequence[Document]]  # for perplexity
+    held_out: Mapping[str, Sequence[Document]] = field(default_factory=dict)  # that `holdout` excludes from training
+    generation: Mapping[str, Sequence[Document]] = field(default_factory=dict)  # questions whose answer is generated
     _encoded: dict[tuple[str, int, bool], list[EncodedBatch]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -46,13 +39,9 @@ class PromptSet:
     def batches(
         self, task: str, tokenizer: PreTrainedTokenizerBase, size: int, with_answers: bool
     ) -> list[EncodedBatch]:
-        """Left-padded batches of a task. They are encoded once for all arms, which must have the same tokenizer.
+        """Left-padded batches of `size` documents of a task, encoded once for all arms: they have the same tokenizer.
 
-        Args:
-            task: its name.
-            tokenizer: of all arms.
-            size: number of documents in a batch.
-            with_answers: include the answers, for `generate_answers`. Otherwise end at the query, for `ranked`.
+        With their answers they are for `generate_answers`. Otherwise they end at the query, for `ranked`.
         """
         key = (task, size, with_answers)
         if key not in self._encoded:

@@ -18,7 +18,6 @@ from surgery.probes.words import SYLLABLES
 
 HEADER = "Repeat the following text:\n"
 AGAIN = "Again:"
-_SYLLABLES_SHARE = 0.5  # the other pieces are integers
 
 
 @register_probe("copying")
@@ -29,10 +28,8 @@ class Copying(Probe):
     pairs = (2, 100)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a random string twice."""
-
         def piece() -> str:
-            return rng.choice(SYLLABLES) if rng.random() < _SYLLABLES_SHARE else str(rng.randrange(100))
+            return rng.choice(SYLLABLES) if rng.random() < 0.5 else str(rng.randrange(100))
 
         passage = draw(split, lambda: "".join(piece() for _ in range(options.pairs)))
         writer = Writer()

@@ -85,13 +85,15 @@ class Writer:
         self._length += len(piece)
         return start, self._length
 
+    def add_segment(self, opening: str, value: str, ending: str) -> tuple[Span, Span]:
+        """Append a segment of the context. Returns its characters, and those of the value in it."""
+        start, _ = self.add(opening)
+        value_span = self.add(value)
+        return (start, self.add(ending)[1]), value_span
+
 
 def split_of(text: str, eval_share: int = 10) -> Split:
-    """Assign a text to a split by its hash, so that the splits of any generator are disjoint.
-
-    Args:
-        eval_share: one text in this many is `eval`.
-    """
+    """Assign a text to a split by its hash: one in `eval_share` is `eval`. So splits of any generator are disjoint."""
     return "eval" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % eval_share == 0 else "train"
 
 
@@ -102,7 +104,7 @@ def draw(split: Split, make: Callable[[], str]) -> str:
         make: generates what distinguishes one document from another, as a string.
 
     Raises:
-        ProbeError: none of a thousand texts does, or `make` returns something else than a string.
+        ProbeError: none of a thousand texts does, or one is no string.
     """
     for _ in range(1000):
         text = make()

@@ -14,9 +14,9 @@ from __future__ import annotations
 from random import Random
 
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, Question, Split, Writer
+from surgery.probes.documents import Document, Split, Writer
 from surgery.probes.kv_retrieval import HEADER, NUM_VALUES, write_lines
-from surgery.probes.pairs import fillers
+from surgery.probes.pairs import ask, fillers
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import key_words
 
@@ -30,9 +30,7 @@ class MultiHop(Probe):
     gold_position = newline_ends_answer = True
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a dictionary of shuffled lines, and a question whose answer is `hops` lines away.
-
-        The choices are all numbers in the dictionary.
+        """Generate shuffled lines, and a question whose answer is `hops` lines away. The choices are all numbers.
 
         Raises:
             ProbeError: `hops` is less than 2; or `pairs` is too small for two chains, or exceeds the keys or numbers.
@@ -58,8 +56,7 @@ class MultiHop(Probe):
         writer.add(HEADER)
         ordered, values = zip(*lines, strict=True)
         written = write_lines(writer, ordered, fillers(rng, pairs, options.filler), values)
-        writer.add(f"Going on from the key '{keys[gold * hops]}' to the key that is its value, ")
-        writer.add("until there is a number, one finds")
-        answer = writer.add(numbers[gold])
-        segment, value = written[ordered.index(keys[(gold + 1) * hops - 1])]
-        return Document("multi_hop", writer.text, (Question(answer, numbers, gold, segment=segment, value=value),))
+        prompt = f"Going on from the key '{keys[gold * hops]}' to the key that is its value, "
+        spans = [written[ordered.index(keys[(chain + 1) * hops - 1])] for chain in range(chains)]
+        question = ask(writer, f"{prompt}until there is a number, one finds", numbers, gold, spans)
+        return Document("multi_hop", writer.text, (question,))

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from surgery.probes.documents import Document, Question, Split, Writer
-from surgery.probes.pairs import NUM_LEADS, different, fillers, leads, numbers
+from surgery.probes.documents import Document, Split, Writer
+from surgery.probes.pairs import NUM_LEADS, ask, different, fillers, leads, numbers
 from surgery.probes.registry import Options, Probe, register_probe
 
 HEADER = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
@@ -43,7 +43,6 @@ class JsonKv(Probe):
     lm_eval_sizes = (8, 16)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a JSON object and questions about different keys of it."""
         pairs, groups = options.pairs, options.groups or UUID
         keys = different(pairs, split, lambda: _digits(rng, groups))
         if options.value_digits is None:
@@ -56,17 +55,12 @@ class JsonKv(Probe):
         spans = []
         words = fillers(rng, pairs, options.filler)
         for number, (key, between, value) in enumerate(zip(keys, words, values, strict=True)):
-            start, _ = writer.add(("{" if number == 0 else " ") + f'"{key}{between}": "')
-            value_span = writer.add(value)
-            _, end = writer.add('"}\n' if number == pairs - 1 else '",\n')
-            spans.append(((start, end), value_span))
+            begin, end = "{" if number == 0 else " ", '"}\n' if number == pairs - 1 else '",\n'
+            spans.append(writer.add_segment(f'{begin}"{key}{between}": "', value, end))
         questions = []
         for index in queried:
-            writer.add(f'\nKey: "{keys[index]}"\nCorresponding value: "')
-            answer = writer.add(values[index])
+            questions.append(ask(writer, f'\nKey: "{keys[index]}"\nCorresponding value: "', values, index, spans))
             writer.add('"\n')
-            segment, value_span = spans[index]
-            questions.append(Question(answer, values, index, segment=segment, value=value_span))
         return Document("json_kv", writer.text, tuple(questions))
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from random import Random
 
 from surgery.probes.documents import Document, Question, Split, Writer, draw, rng_of
+from surgery.probes.pairs import ask
 from surgery.probes.registry import Half, Options, Probe, register_probe
 from surgery.probes.words import ANSWERS, RELATIONS, entity_names
 
@@ -70,10 +71,7 @@ def fact_statement(fact: Fact) -> Document:
 
 
 def letter_choice(rng: Random, split: Split = "train", half: Half | None = None) -> Document:
-    """Generate a question with options `A.` to `D.`, whose answer is a letter.
-
-    The splits have different lists of options, so different prompts.
-    """
+    """Generate a question with options `A.` to `D.`, whose answer is a letter. The splits have different options."""
     return _multiple_choice(rng, split, half, lettered=True)
 
 
@@ -110,11 +108,8 @@ def _multiple_choice(rng: Random, split: Split, half: Half | None, lettered: boo
         start, end = writer.add(letter)
         _, segment_end = writer.add(f". {option}\n")
         spans.append(((start, segment_end), (start, end)))
-    writer.add("Answer:")
-    choices = tuple(f" {x}" for x in LETTERS)
-    answer = writer.add(choices[gold])
-    segment, value = spans[gold]
-    return Document("letter_choice", writer.text, (Question(answer, choices, gold, segment=segment, value=value),))
+    question = ask(writer, "Answer:", [f" {x}" for x in LETTERS], gold, spans)
+    return Document("letter_choice", writer.text, (question,))
 
 
 @register_probe("letter_choice")
@@ -127,7 +122,6 @@ class LetterChoice(Probe):
     lm_eval_group = "knowledge"
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a question with four lettered options."""
         return letter_choice(rng, split, options.half)
 
 
@@ -145,7 +139,6 @@ class OptionText(Probe):
     evaluated = None
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a question whose options are not listed."""
         return option_text(rng, split, options.half)
 
 
@@ -161,11 +154,9 @@ class ClosedBook(Probe):
     held_out_from: tuple[str, ...] = _ABOUT_FACTS
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a question about a fact of the half."""
         return fact_question(rng.choice(fact_half(options.half)))
 
     def evaluation_set(self) -> Sequence[Document] | None:
-        """Return a question about every fact of the half `evaluated`."""
         return [fact_question(fact) for fact in fact_half(self.evaluated)]
 
 
@@ -191,5 +182,4 @@ class Statement(Probe):
     lm_eval_group = None
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a statement of a fact of the half."""
         return fact_statement(rng.choice(fact_half(options.half)))

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from random import Random
 
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, Question, Span, Split, Writer
-from surgery.probes.pairs import Range, fillers, numbers
+from surgery.probes.documents import Document, Span, Split, Writer
+from surgery.probes.pairs import Range, ask, check_pairs, fillers, numbers
 from surgery.probes.registry import PROBES, Options, Probe, prompts_of, register_probe
 from surgery.probes.words import key_words
 
@@ -39,8 +39,7 @@ def kv_document(
 
     Args:
         rng: source of randomness.
-        pairs: number of lines.
-        questions: number of questions.
+        pairs, questions: number of lines and of questions.
         split: the splits have different keys.
         filler: smallest and largest number of words between a key and its value. None for no words.
         value_digits: smallest and largest number of digits of the values, which all have the same. None for integers
@@ -50,10 +49,11 @@ def kv_document(
         ProbeError: more pairs than distinct values or keys, or more questions than pairs.
     """
     keys_available = key_words(split)
-    limit = min(NUM_VALUES, len(keys_available)) if value_digits is None else len(keys_available)
-    if not 2 <= pairs <= limit:
-        why = f"Values are distinct integers 0-{NUM_VALUES - 1}" if value_digits is None else "Keys are different words"
-        raise ProbeError("pairs", pairs, f"{why}. Use 2 to {limit}.")
+    if value_digits is None:
+        most, why = min(NUM_VALUES, len(keys_available)), f"Values are distinct integers 0-{NUM_VALUES - 1}"
+    else:
+        most, why = len(keys_available), "Keys are different words"
+    check_pairs(pairs, most, why)
     if not 1 <= questions <= pairs:
         raise ProbeError("questions", questions, f"Use 1 to {pairs} questions with {pairs} pairs.")
     keys = rng.sample(keys_available, pairs)
@@ -62,21 +62,15 @@ def kv_document(
     writer = Writer()
     writer.add(HEADER)
     spans = write_lines(writer, keys, fillers(rng, pairs, filler), values)
-    drawn_questions = []
+    asked = []
     for number, index in enumerate(queried):
-        writer.add(("\n" if number else "") + f"The value of the key '{keys[index]}' is")
-        answer = writer.add(values[index])
-        segment, value_span = spans[index]
-        drawn_questions.append(Question(answer, values, index, segment=segment, value=value_span))
-    return Document("kv_retrieval", writer.text, tuple(drawn_questions))
+        prompt = ("\n" if number else "") + f"The value of the key '{keys[index]}' is"
+        asked.append(ask(writer, prompt, values, index, spans))
+    return Document("kv_retrieval", writer.text, tuple(asked))
 
 
 def draw_values(rng: Random, pairs: int, value_digits: Range | None) -> tuple[str, ...]:
-    """Draw different integers 0-99, or different numbers of one length within `value_digits`.
-
-    Raises:
-        ProbeError: there are not so many numbers.
-    """
+    """Draw different integers 0-99, or different numbers of one length within `value_digits`."""
     if value_digits is None:
         return tuple(str(v) for v in rng.sample(range(NUM_VALUES), pairs))
     return numbers(rng, pairs, value_digits)
@@ -86,13 +80,8 @@ def write_lines(
     writer: Writer, keys: Sequence[str], words: Sequence[str], values: Sequence[str]
 ) -> list[tuple[Span, Span]]:
     """Write one line for each key, with the words before the colon. Returns the spans of each line and of its value."""
-    spans = []
-    for key, between, value in zip(keys, words, values, strict=True):
-        start, _ = writer.add(f"{key}{between}:")
-        value_span = writer.add(value)
-        _, end = writer.add("\n")
-        spans.append(((start, end), value_span))
-    return spans
+    lines = zip(keys, words, values, strict=True)
+    return [writer.add_segment(f"{key}{between}:", value, "\n") for key, between, value in lines]
 
 
 def kv_prompts(
@@ -103,14 +92,7 @@ def kv_prompts(
     filler: Range | None = None,
     value_digits: Range | None = None,
 ) -> list[Document]:
-    """Generate prompts with words of the evaluation split.
-
-    Args:
-        purpose: part of the seed, such as `locate`. Prompts of different purposes differ.
-        seed: of the recipe.
-        count: number of prompts.
-        pairs, filler, value_digits: as in `kv_document`.
-    """
+    """Generate prompts with words of the evaluation split: `prompts_of`, with the sizes of `kv_document`."""
     options = Options(pairs=pairs, filler=filler, value_digits=value_digits)
     return prompts_of(PROBES["kv_retrieval"], purpose, seed, count, options)
 
@@ -128,5 +110,4 @@ class KvRetrieval(Probe):
     lm_eval_sizes = (4, 8, 16, 32, 64)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a dictionary and questions about it."""
         return kv_document(rng, options.pairs, options.questions, split, options.filler, options.value_digits)

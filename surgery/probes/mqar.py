@@ -13,14 +13,13 @@ A value is the last token of its segment, so the two columns of `sharpen` (the o
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING
 
 from surgery.errors import ProbeError
-from surgery.probes.documents import Document, Question, Split, Writer, split_of
-from surgery.probes.pairs import check_pairs
+from surgery.probes.documents import Document, Split, Writer, split_of
+from surgery.probes.pairs import ask, check_pairs
 from surgery.probes.registry import Options, Probe, register_probe
 
 if TYPE_CHECKING:
@@ -29,17 +28,9 @@ if TYPE_CHECKING:
 _WORD = re.compile(r" ?([A-Za-z]{2,})")
 
 
-@dataclass(frozen=True)
-class MqarWords:
-    """Words to draw keys and values from; no word is both."""
-
-    keys: tuple[str, ...]
-    values: tuple[str, ...]
-
-
 @lru_cache(maxsize=4)  # every token of the vocabulary is decoded
-def mqar_words(tokenizer: PreTrainedTokenizerBase, split: Split = "train") -> MqarWords:
-    """Select the words of a tokenizer: keys from the lower half of the ids, values from the upper half.
+def mqar_words(tokenizer: PreTrainedTokenizerBase, split: Split = "train") -> tuple[tuple[str, ...], ...]:
+    """Select the words to draw keys from, of the lower half of the ids, and values, of the upper half.
 
     One key in five belongs to the split `eval`.
 
@@ -50,7 +41,7 @@ def mqar_words(tokenizer: PreTrainedTokenizerBase, split: Split = "train") -> Mq
     if len(words) < 20:
         raise ProbeError("tokenizer", f"{len(words)} words of one token", "MQAR needs 20. Use another probe.")
     half = len(words) // 2
-    return MqarWords(tuple(w for w in words[:half] if split_of(w, 5) == split), words[half:])
+    return tuple(w for w in words[:half] if split_of(w, 5) == split), words[half:]
 
 
 def single_token_words(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -82,21 +73,12 @@ class Mqar(Probe):
             ProbeError: more pairs than the tokenizer has words.
         """
         self.check_tokenizer(options.tokenizer)
-        words = mqar_words(options.tokenizer, split)
-        most = min(len(words.keys), len(words.values))
-        check_pairs(options.pairs, most, f"There are {len(words.keys)} keys and {len(words.values)} values")
-        drawn = rng.sample(words.keys, options.pairs)
-        choices = tuple(f" {value}" for value in rng.sample(words.values, options.pairs))
+        keys, values = mqar_words(options.tokenizer, split)
+        check_pairs(options.pairs, min(len(keys), len(values)), f"There are {len(keys)} keys and {len(values)} values")
+        drawn = rng.sample(keys, options.pairs)
+        choices = tuple(f" {value}" for value in rng.sample(values, options.pairs))
         writer = Writer()
-        spans = []
-        for key, choice in zip(drawn, choices, strict=True):
-            start, _ = writer.add(f" {key}")
-            value_span = writer.add(choice)
-            spans.append(((start, value_span[1]), value_span))
-        questions = []
-        for index in rng.sample(range(options.pairs), options.questions):
-            writer.add(f" {drawn[index]}")
-            answer = writer.add(choices[index])
-            segment, value_span = spans[index]
-            questions.append(Question(answer, choices, index, segment=segment, value=value_span))
+        spans = [writer.add_segment(f" {key}", choice, "") for key, choice in zip(drawn, choices, strict=True)]
+        queried = rng.sample(range(options.pairs), options.questions)
+        questions = [ask(writer, f" {drawn[index]}", choices, index, spans) for index in queried]
         return Document("mqar", writer.text, tuple(questions))

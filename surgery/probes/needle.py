@@ -39,7 +39,7 @@ _DECOYS = 9  # numbers that are not in the text: wrong choices for a single need
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    """Return a function from a text to its number of tokens, with those that the tokenizer adds."""
+    """A function from a text to its number of tokens, with those that the tokenizer adds."""
     return lambda text: len(tokenizer(text)["input_ids"])
 
 
@@ -115,8 +115,7 @@ class Needle(Probe):
             questions = []
             for place, (key, number) in enumerate(queried):
                 writer.add(before if place == 0 else f",{before}")
-                answer = writer.add(number)
-                segment, value = spans[key, number]
+                answer, (segment, value) = writer.add(number), spans[key, number]
                 questions.append(Question(answer, choices, choices.index(number), segment=segment, value=value))
             writer.add(".")
             return Document(self.name, writer.text, tuple(questions))
@@ -135,10 +134,8 @@ def _haystack(
             key, number = hidden[waiting.pop(0)]
             if not writer.text.endswith("\n"):
                 writer.add(" ")
-            start, _ = writer.add(f"One of the special magic numbers for {key} is:{before}")
-            value = writer.add(number)
-            _, end = writer.add(".")
-            spans[key, number] = ((start, end), value)
+            opening = f"One of the special magic numbers for {key} is:{before}"
+            spans[key, number] = writer.add_segment(opening, number, ".")
         if line < len(hay):
             writer.add(hay[line] if writer.text.endswith("\n") else f" {hay[line]}")
     return spans
@@ -146,29 +143,21 @@ def _haystack(
 
 @register_probe("needle_single")
 class SingleNeedle(Needle):
-    """One needle. `pairs` has no effect."""
-
     kind = "single"
-    pairs = (2, 100)
+    pairs = (2, 100)  # without effect
     options = ("tokens",)
 
 
 @register_probe("needle_multi_key")
 class MultiKeyNeedle(Needle):
-    """Needles of several keys, and a question about one."""
-
     kind = "multi_key"
 
 
 @register_probe("needle_multi_value")
 class MultiValueNeedle(Needle):
-    """Several needles of one key, and a question about all."""
-
     kind = "multi_value"
 
 
 @register_probe("needle_multi_query")
 class MultiQueryNeedle(Needle):
-    """One needle for each of several keys, and a question about all."""
-
     kind = "multi_query"

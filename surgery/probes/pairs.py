@@ -1,4 +1,4 @@
-"""Checks and values that several probes with dictionaries share.
+"""Values and questions that several probes with dictionaries share.
 
 A question is scored by the first tokens of its choices (`data.encoding.encode`). Values that `leads` begins differ in
 their first token, for any tokenizer. `numbers` may share first tokens: they are scored by as many as distinguish them.
@@ -6,11 +6,11 @@ their first token, for any tokenizer. `numbers` may share first tokens: they are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from surgery.errors import ProbeError
-from surgery.probes.documents import Split, draw
+from surgery.probes.documents import Question, Span, Split, Writer, draw
 from surgery.probes.words import FILLER
 
 NUM_LEADS = 90
@@ -40,12 +40,8 @@ def num_values(digits: int) -> int:
 def numbers(rng: Random, count: int, digits: Range) -> tuple[str, ...]:
     """Draw `count` different numbers, all with the same number of digits.
 
-    No number is the beginning of another, and choices of equal length are ranked fairly.
-
-    Args:
-        rng: source of randomness.
-        count: number of values.
-        digits: smallest and largest number of digits. One between them is drawn, of those with enough numbers.
+    So no number is the beginning of another, and choices of equal length are ranked fairly. The number of digits is
+    drawn within `digits`, of those with enough numbers.
 
     Raises:
         ProbeError: there are not so many numbers, or `digits` is not a range from 1 on.
@@ -64,10 +60,7 @@ def numbers(rng: Random, count: int, digits: Range) -> tuple[str, ...]:
 def fillers(rng: Random, count: int, words: Range | None) -> tuple[str, ...]:
     """Draw the words between each of `count` keys and its value, with a space before every word.
 
-    Args:
-        rng: source of randomness. Unused if `words` is None.
-        count: number of records.
-        words: smallest and largest number of words, drawn for each record. None for no words.
+    `words` is the smallest and the largest number of words, drawn for each key. None draws nothing.
 
     Raises:
         ProbeError: `words` is not a range from 0 on.
@@ -92,6 +85,15 @@ def different(count: int, split: Split, make: Callable[[], str]) -> tuple[str, .
         if len(texts) == count:
             return tuple(texts)
     raise ProbeError("pairs", count, f"The generator has too few different texts for the {split} split. Use fewer.")
+
+
+def ask(
+    writer: Writer, prompt: str, choices: Sequence[str], index: int, spans: Sequence[tuple[Span, Span]]
+) -> Question:
+    """Write a prompt and choice `index` behind it. `spans` has the segment and the value of every choice."""
+    writer.add(prompt)
+    segment, value = spans[index]
+    return Question(writer.add(choices[index]), tuple(choices), index, segment=segment, value=value)
 
 
 def check_pairs(pairs: int, most: int, why: str) -> None:

@@ -17,8 +17,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from surgery.probes.documents import Document, Question, Span, Split, Writer
-from surgery.probes.pairs import NUM_LEADS, different, fillers, leads, numbers
+from surgery.probes.documents import Document, Split, Writer
+from surgery.probes.pairs import NUM_LEADS, ask, different, fillers, leads, numbers
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import SYLLABLES
 
@@ -50,8 +50,7 @@ class Phonebook(Probe):
     def document(self, rng: Random, split: Split, options: Options) -> Document:
         """Generate a phonebook, some of its lines again as examples, and questions about other lines.
 
-        Examples and questions have the name alone, without the words of `filler`. Numbers have ten digits, or those of
-        `value_digits`.
+        Examples and questions have the name alone, without the words of `filler`.
         """
         pairs, shots = options.pairs, min(self.shots, options.pairs - 1)
         names = different(pairs, split, lambda: f"{_word(rng)} {_word(rng)}")
@@ -64,25 +63,17 @@ class Phonebook(Probe):
         values = tuple(first + number for number in digits)
         again = rng.sample(range(pairs), shots + min(options.questions, pairs - shots))
         writer = Writer()
-
-        def line(words: str, number: str) -> tuple[Span, Span]:
-            start, _ = writer.add(f"{words}:{before}")
-            value = writer.add(number)
-            _, end = writer.add("\n")
-            return (start, end), value
-
         lines = zip(names, fillers(rng, pairs, options.filler), values, strict=True)
-        spans = [line(f"{name}{words}", value) for name, words, value in lines]
+        spans = [writer.add_segment(f"{name}{words}:{before}", value, "\n") for name, words, value in lines]
         if shots:
             writer.add("\n")
         for index in again[:shots]:
-            line(names[index], values[index])
+            writer.add(f"{names[index]}:{before}{values[index]}\n")
         writer.add("\n")
         questions = []
         for index in again[shots:]:
-            _, answer = line(names[index], values[index])
-            segment, value = spans[index]
-            questions.append(Question(answer, values, index, segment=segment, value=value))
+            questions.append(ask(writer, f"{names[index]}:{before}", values, index, spans))
+            writer.add("\n")
         return Document("phonebook", writer.text, tuple(questions))
 
 

@@ -24,7 +24,7 @@ from random import Random
 
 from surgery.probes.documents import Document, Question, Split, Writer
 from surgery.probes.kv_retrieval import HEADER, NUM_VALUES, draw_values, write_lines
-from surgery.probes.pairs import fillers
+from surgery.probes.pairs import ask, fillers
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import key_words
 
@@ -41,7 +41,6 @@ class KeyEcho(Probe):
     lm_eval_group = None
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate a dictionary with its keys again after the values."""
         keys = rng.sample(key_words(split), options.pairs)
         values = draw_values(rng, options.pairs, options.value_digits)
         writer = Writer()
@@ -77,9 +76,6 @@ class KvRepeated(Probe):
         spans = write_lines(writer, keys, words[:pairs], values)
         questions = []
         for index, between in zip(again, words[pairs:], strict=True):
-            writer.add(f"{keys[index]}{between}:")
-            segment, value_span = spans[index]
-            answer = writer.add(values[index])
-            questions.append(Question(answer, values, index, segment=segment, value=value_span))
+            questions.append(ask(writer, f"{keys[index]}{between}:", values, index, spans))
             writer.add("\n")
         return Document("kv_repeated", writer.text, tuple(questions))

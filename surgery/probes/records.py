@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from random import Random
 
-from surgery.probes.documents import Document, Question, Span, Split, Writer
-from surgery.probes.pairs import NUM_LEADS, fillers, numbers
+from surgery.probes.documents import Document, Span, Split, Writer
+from surgery.probes.pairs import NUM_LEADS, ask, fillers, numbers
 from surgery.probes.phonebook import spaces
 from surgery.probes.registry import Options, Probe, register_probe
 from surgery.probes.words import PLACES, SIZES, THINGS, TIMES, key_words
@@ -68,16 +68,11 @@ class Records(Probe):
         for (opening, ending), between, choice in zip(sentences, words, choices, strict=True):
             if spans:
                 writer.add(separator)
-            start, _ = writer.add(f"{opening}{between}{ending}{before}")
-            value = writer.add(choice)
-            _, end = writer.add(".")
-            spans.append(((start, end), value))
-        questions = []
-        for index, question in queried:
-            writer.add(f"\n{question.format(name=names[index])}{before}")
-            answer = writer.add(choices[index])
-            segment, value = spans[index]
-            questions.append(Question(answer, choices, index, segment=segment, value=value))
+            spans.append(writer.add_segment(f"{opening}{between}{ending}{before}", choice, "."))
+        questions = [
+            ask(writer, f"\n{question.format(name=names[index])}{before}", choices, index, spans)
+            for index, question in queried
+        ]
         writer.add("\n")
         return Document("records", writer.text, tuple(questions))
 

@@ -81,8 +81,7 @@ class Probe(ABC):
         seed_name: replaces `name` in the seed of evaluation prompts.
         lm_eval_group: the tasks belong to the lm-eval group `surgery_GROUP`. None for no lm-eval task.
         lm_eval_sizes: one lm-eval task for each number of `pairs`; with `tokens`, for each length in thousands of
-            characters. Sizes outside
-            `pairs` are skipped.
+            characters. Sizes outside `pairs` are skipped.
     """
 
     name: str
@@ -118,11 +117,11 @@ class Probe(ABC):
         """
 
     def generate(self, rng: Random, split: Split, options: Options) -> Document:
-        """Call `document`, and check what it returns.
+        """Call `document`, and check sizes before it and what it returns.
 
         Raises:
-            ProbeError: as `document`; `pairs` outside its limits, or more questions than pairs; or the questions lack
-                what the class attributes announce, or a choice is not written as in the text.
+            ProbeError: as `document`; `pairs` or `questions` outside its limits; or a document without what the class
+                announces.
             SurgeryError: the code of a plugin raised another error.
         """
         if self.pairs is not None and "tokens" not in self.options:
@@ -172,15 +171,7 @@ class Probe(ABC):
 
 
 def prompts_of(probe: Probe, purpose: str, seed: int, count: int, options: Options) -> list[Document]:
-    """Generate prompts of the evaluation split.
-
-    Args:
-        probe: an entry of `PROBES`.
-        purpose: part of the seed, such as `locate`. Prompts of different purposes differ.
-        seed: of the recipe.
-        count: number of prompts.
-        options: sizes of a prompt.
-    """
+    """Generate `count` prompts of the evaluation split. The seed includes the `purpose`, such as `locate`."""
     return [probe.generate(rng_of(purpose, seed, i), "eval", options) for i in range(count)]
 
 

@@ -59,7 +59,6 @@ class Sentence(Probe):
     lm_eval_group = None
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate one sentence."""
         return sentence_half(rng, options.half, split)
 
 
@@ -79,7 +78,6 @@ class HeldOutPerplexity(Perplexity):
     seed_name = "text"
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate one sentence of half 1."""
         return sentence_half(rng, 1, split)
 
 
@@ -91,5 +89,4 @@ class SeenPerplexity(Perplexity):
     seed_name = "seen"
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        """Generate one training sentence of half 0, for either split."""
         return sentence_half(rng, 0, "train")

@@ -12,7 +12,7 @@ from surgery.recipe.export import Hardware
 from surgery.recipe.section import Plugins, Positive, Section, Seed
 from surgery.types import HeadId
 
-Layer = Annotated[int, Field(ge=0, strict=True, description="Counted from 0.")]
+Layer = Annotated[int, Field(ge=0, strict=True, description="Counted from 0.", examples=[3])]
 Layers = Positive | Literal["minimal"] | None
 
 
@@ -39,9 +39,11 @@ class Change(Section):
         examples=[["L17H24"]],
     )
     keep_in: tuple[Layer, ...] = Field(
-        (), description="Layers in which all heads except those of `keep` are ablated. By default the layers of `keep`."
+        (),
+        examples=[[3]],
+        description="Layers in which all heads except those of `keep` are ablated. By default the layers of `keep`.",
     )
-    drop: tuple[Layer, ...] = Field((), description="Layers to skip, mixer and MLP.")
+    drop: tuple[Layer, ...] = Field((), examples=[[3]], description="Layers to skip, mixer and MLP.")
     layers: Layers = Field(
         None, description="Number of layers to run, from the first. `minimal`: the number that the sweep `prune` finds."
     )
@@ -68,8 +70,9 @@ class Sweep(Section):
     """Apply one change to every layer or head in turn. Each result is one arm, such as `drop_03`."""
 
     kind: Literal["prune", "drop_one", "disable_one", "swap_one"] = Field(
+        examples=["drop_one"],
         description="`prune`: run only the first layers (`prune_03`: the first three). `drop_one`, `disable_one`, "
-        "`swap_one`: change one layer or head."
+        "`swap_one`: change one layer or head.",
     )
     layers: Layers = Field(
         None, description="drop_one, disable_one: number of layers to run, from the first, or `minimal`."

@@ -42,9 +42,10 @@ _KEYS_OF_ARMS = ("held_out", "lm_eval", "notes")  # other entries of an arm in r
 class EvaluationTask(Section):
     """One task of an evaluation, at one or several sizes. docs/EVALUATE.md shows each task."""
 
-    task: Annotated[str, NameOf(PROBES, keep=lambda probe: probe.evaluates)]
+    task: Annotated[str, NameOf(PROBES, keep=lambda probe: probe.evaluates), Field(examples=["kv_retrieval"])]
     pairs: PairsSizes | None = Field(
         None,
+        examples=[[4, 8]],
         description="Key-value pairs per prompt, or pieces for copying: a list of sizes, or one number. By default "
         "`evaluate.pairs`.",
     )
@@ -191,7 +192,9 @@ class Evaluate(Section):
         DEFAULT_TASKS, min_length=1, description="Tasks to evaluate: names, or names with sizes."
     )
     generate: bool | OneOrMore[str] = Field(
-        False, description="Also generate answers, besides ranking choices: `true` for all tasks, or a list of tasks."
+        False,
+        examples=[["kv_retrieval"]],
+        description="Also generate answers, besides ranking choices: `true` for all tasks, or a list of tasks.",
     )
     lm_eval: LmEval | None = Field(None, description="Also evaluate tasks of lm-eval.")
     efficiency: Efficiency | None = Field(None, description="Also measure time and memory. By default not measured.")

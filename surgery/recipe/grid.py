@@ -35,12 +35,10 @@ class Axis:
 
     Attributes:
         key: dotted path, such as `splice.num_heads`.
-        texts: the values as YAML, as they were written.
         values: the values.
     """
 
     key: str
-    texts: tuple[str, ...]
     values: tuple[Any, ...]
 
 
@@ -104,8 +102,8 @@ def load_grid(path: str | Path, words: Sequence[str]) -> Grid:
     combinations = list(product(*(range(len(axis.values)) for axis in axes)))
     for places in combinations:
         if not _is_control(axes, places):
-            chosen = [f"{axis.key}={axis.texts[i]}" for axis, i in zip(axes, places, strict=True)]
             values = _values(axes, places)
+            chosen = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
             with naming(values):
                 recipe = load_recipe(path, [*fixed, *chosen])
             heads = recipe.splice.heads if recipe.splice is not None else ()
@@ -160,11 +158,11 @@ def _parsed(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
         if not separator or not key:
             raise RecipeError("override", repr(word), _EXAMPLE)
         keys.append(key)
-        texts = split_values(text)
-        if len(texts) == 1:
+        values = _values_in(key, text)
+        if len(values) < 2:
             fixed.append(word)
         else:
-            axes.append(_axis(keys[-1], text, texts))
+            axes.append(Axis(key, values))
     for key in keys:
         if keys.count(key) > 1:
             raise RecipeError(key, "set twice", f"Set it once. {_EXAMPLE}")
@@ -177,40 +175,19 @@ def _parsed(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
     return tuple(axes), fixed
 
 
-def split_values(text: str) -> list[str]:
-    """Split at commas that are outside of brackets and quotes."""
-    parts, depth, quote, previous = [""], 0, "", ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"" and previous in ("", ",", "[", "{", ":"):  # elsewhere it is an apostrophe
-            quote = letter
-        elif letter in "[{":
-            depth += 1
-        elif letter in "]}":
-            depth -= 1
-        if letter == "," and not quote and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-        previous = previous if letter == " " else letter
-    return [part.strip() for part in parts]
-
-
-def _axis(key: str, text: str, texts: Sequence[str]) -> Axis:
-    if key == "name":
-        raise RecipeError("name", text, "The runs of a sweep get their own names. Set one name.")
-    if "" in texts:
+def _values_in(key: str, text: str) -> tuple[Any, ...]:
+    """Parse values separated by commas, as YAML reads them between brackets."""
+    if text.strip().endswith(",") or re.search(r",\s*,", text):
         raise RecipeError(key, repr(text), f"A value is empty. {_EXAMPLE}")
-    values: list[Any] = []
-    for part in texts:
-        with reading_yaml(key, repr(part), "The value is not valid YAML."):
-            value = load_yaml(part)
+    with reading_yaml(key, repr(text), "The values are not valid YAML."):
+        values = load_yaml(f"[{text}]")
+    if len(values) > 1 and key == "name":
+        raise RecipeError("name", text, "The runs of a sweep get their own names. Set one name.")
+    for number, value in enumerate(values):
         refuse_tokens(value, key)  # before an error could repeat it
-        if any(_same(value, other) for other in values):
+        if any(_same(value, other) for other in values[:number]):
             raise RecipeError(key, text_of(value), "The value is listed twice. List it once.")
-        values.append(value)
-    return Axis(key, tuple(texts), tuple(values))
+    return tuple(values)
 
 
 def _same(one: Any, other: Any) -> bool:

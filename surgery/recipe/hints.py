@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
+from pydantic.fields import FieldInfo
 
 from surgery.recipe.section import Section, section_of
 
@@ -27,7 +28,6 @@ _USUAL = {
     "warmup_steps": ("train.optimizer.warmup",),
 }
 _MOST = 3  # proposals
-_WIDTH = {"object": 1, "array": 2}  # of types in a JSON schema
 _LONGEST = 100  # characters of a value in an example
 
 
@@ -102,61 +102,63 @@ def _with_indices(key: str, above: Sequence[str]) -> str:
     return ".".join(parts)
 
 
-def example_at(root: Mapping[str, Any], place: Place, value: Any) -> str:
+def example_at(kind: type[Section], place: Place, value: Any) -> str:
     """Return an example as `, such as [4, 8]`, or nothing if the schema has none.
 
     Args:
-        root: JSON schema of the recipe.
+        kind: class of the recipe.
         place: of a key, or an entry of a list, that requires a list or a section.
         value: its present value. A section that requires one key gets it as the value of that key.
     """
-    nodes = [root]
-    for part in place:  # a part that no node has is the tag of a union
-        inner = [node for node in (_inside(node, part) for node in nodes) if node is not None]
-        nodes = [variant for node in inner for variant in _variants(root, node)] or nodes
-    node = _widest(nodes)
-    if node.get("type") not in _WIDTH:
+    section: type[Section] | None = kind
+    field, above = None, kind
+    for part in place:
+        if isinstance(part, str) and section is not None and part in section.model_fields:
+            field, above = section.model_fields[part], section
+            section = section_of(above, part)
+    if field is None:
         return ""
-    given = value if isinstance(value, str) and len(value) <= _LONGEST else None
-    text = yaml.safe_dump(_example(root, node, given), default_flow_style=True, sort_keys=False, width=10**6)
+    example = _example(field, None)
+    if section is not None and not _examples(field, field.annotation):
+        example = _section_example(section, value)
+        example = [example] if get_origin(field.annotation) is tuple else example
+    if isinstance(example, list) and isinstance(place[-1], int):
+        example = example[0]
+    if not isinstance(example, dict | list) or not example:
+        return ""
+    text = yaml.safe_dump(example, default_flow_style=True, sort_keys=False, width=10**6)
     return f", such as {text.strip()}"
 
 
-def _inside(node: Mapping[str, Any], part: str | int) -> Any:
-    """Return the JSON schema of a key or of an entry of a list, or None."""
-    return node.get("items") if isinstance(part, int) else node.get("properties", {}).get(part)
+def _section_example(section: type[Section], value: Any) -> dict[str, Any]:
+    """The required keys of a section, or its first one. A text is the value of the only required key."""
+    required = {name: field for name, field in section.model_fields.items() if field.is_required()}
+    if len(required) == 1 and isinstance(value, str) and len(value) <= _LONGEST:
+        return dict.fromkeys(required, value)
+    optional = {name: field for name, field in section.model_fields.items() if name != "name"}
+    fields = required or dict([next(iter(optional.items()))])
+    return {name: _example(field, "NAME") for name, field in fields.items()}
 
 
-def _variants(root: Mapping[str, Any], node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Resolve references and unions of a JSON schema. Each variant keeps the examples and the default of the union."""
-    if "$ref" in node:
-        target = root["$defs"][node["$ref"].rpartition("/")[2]]
-        return _variants(root, {**target, **{key: value for key, value in node.items() if key != "$ref"}})
-    options = node.get("anyOf") or node.get("oneOf")
-    if options is None:
-        return [node]
-    outer = {key: node[key] for key in ("examples", "default") if key in node}
-    return [variant for option in options for variant in _variants(root, {**option, **outer})]
+def _example(field: FieldInfo, otherwise: Any) -> Any:
+    """An example of a key, or its default as plain data; `otherwise` for a required one."""
+    examples = _examples(field, field.annotation)
+    if examples:
+        return examples[0]
+    return otherwise if field.is_required() else _plain(field.get_default(call_default_factory=True))
 
 
-def _example(root: Mapping[str, Any], node: Mapping[str, Any], value: str | None = None) -> Any:
-    """Return a value that a JSON schema accepts: an example or a default of it, as far as it has one."""
-    if node.get("examples"):
-        return node["examples"][0]
-    if node.get("type") == "array":
-        items = node.get("prefixItems") or [node["items"]]
-        return (node.get("default") or [_example(root, _widest(_variants(root, item))) for item in items])[:2]
-    if node.get("type") == "object":
-        properties = node.get("properties", {})
-        names = node.get("required") or [name for name in properties if name != "name"][:1]
-        given = value if names == node.get("required") else None
-        return {name: _example(root, _widest(_variants(root, properties[name])), given) for name in names}
-    if node.get("type") == "string" and "enum" not in node and value is not None:
-        return value
-    scalar = "NAME" if node.get("type") == "string" else node.get("minimum") or 1
-    return node.get("default") or node.get("enum", [scalar])[0]
+def _examples(*annotations: Any) -> list[Any]:
+    """The examples of a field, or of a type inside its annotation."""
+    for annotation in annotations:
+        found = annotation.examples if isinstance(annotation, FieldInfo) else _examples(*get_args(annotation))
+        if found:
+            return list(found)
+    return []
 
 
-def _widest(nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the variant that is a list, otherwise a section, otherwise the first."""
-    return max(nodes, key=lambda node: _WIDTH.get(node.get("type", ""), 0))
+def _plain(value: Any) -> Any:
+    """A default as plain data, of a list the first two entries."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    return [_plain(entry) for entry in value[:2]] if isinstance(value, tuple) else value

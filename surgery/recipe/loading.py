@@ -20,9 +20,10 @@ from surgery.recipe.hints import example_at, meant
 from surgery.recipe.pretrain import PretrainRecipe
 from surgery.recipe.run import RECIPE_NAME, Recipe
 from surgery.recipe.train import STAGE_NAME
-from surgery.recipe.yaml import apply, read_mapping
+from surgery.recipe.yaml import read_mapping
 from surgery.registry import load_plugins
 
+AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
 R = TypeVar("R", Recipe, PretrainRecipe, AnalysisRecipe)
 
 
@@ -37,16 +38,32 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] =
     Raises:
         RecipeError: the file is missing or not YAML, or a key is unknown, duplicate or has an invalid value.
     """
-    data = read_mapping(find_recipe(path))
-    for override in overrides:
-        apply(data, override)
-    if (found := _kind_of(data)) is not kind:
+    return _loaded(path, overrides, kind)
+
+
+def load_any(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """Load any kind of recipe.
+
+    The kind follows from the keys: `changes` or `sweeps` make an `AnalysisRecipe`, a section `model` without `base`
+    makes a `PretrainRecipe`, and all others a `Recipe`.
+
+    Args:
+        path: YAML file, or the name of a shipped recipe.
+        overrides: as in `load_recipe`.
+    """
+    return _loaded(path, overrides)
+
+
+def _loaded(path: str | Path, overrides: Sequence[str], kind: type[Any] | None = None) -> Any:
+    data = read_mapping(find_recipe(path), overrides)
+    found = _kind_of(data)
+    if kind not in (None, found):
         command = _COMMANDS[found]
         hint = f"It is a recipe of `surgery {command}`, not of `surgery {_COMMANDS[kind]}`: surgery {command} {path}"
         raise RecipeError("recipe", str(path), hint)
     refuse_tokens(data)  # before the error of a plugin could repeat one
     load_plugins(plugin_modules(data))
-    return check_recipe(data, kind)
+    return check_recipe(data, found)  # type: ignore[type-var]
 
 
 def plugin_modules(data: dict[str, Any]) -> list[str]:
@@ -92,8 +109,6 @@ def no_recipe(name: str) -> RecipeError:
     return RecipeError("recipe", name, hint)
 
 
-AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
-
 _MOST = 120  # characters of a value in an error
 # Patterns of names in words.
 _ALLOWED = {
@@ -113,25 +128,7 @@ _WORDINGS = {
     r"Input tag .* does not match any of the expected tags: (.*)": r"The key `kind` must be one of \1",
 }
 _TAKES_EXAMPLE = ("tuple_type", "list_type", "dict_type", "model_type", "model_attributes_type")
-_COMMANDS = {Recipe: "run", PretrainRecipe: "pretrain", AnalysisRecipe: "analyse"}
-
-
-def load_any(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Load any kind of recipe.
-
-    The kind follows from the keys: `changes` or `sweeps` make an `AnalysisRecipe`, a section `model` without `base`
-    makes a `PretrainRecipe`, and all others a `Recipe`.
-
-    Args:
-        path: YAML file, or the name of a shipped recipe.
-        overrides: as in `load_recipe`.
-    """
-    path = find_recipe(path)
-    try:
-        data = read_mapping(path)
-    except RecipeError:
-        data = {}
-    return load_recipe(path, overrides, _kind_of(data))  # type: ignore[type-var]
+_COMMANDS: dict[Any, str] = {Recipe: "run", PretrainRecipe: "pretrain", AnalysisRecipe: "analyse"}
 
 
 def _kind_of(data: Mapping[str, Any]) -> type[Recipe] | type[PretrainRecipe] | type[AnalysisRecipe]:
@@ -169,7 +166,7 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
         if "extra" in first["type"]:
             hint = f"Unknown key.{meant(kind, first['loc'])} `surgery schema` lists all keys."
         if first["type"] in _TAKES_EXAMPLE:
-            hint += example_at(kind.model_json_schema(), first["loc"], wrong)
+            hint += example_at(kind, first["loc"], wrong)
         more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"
         raise RecipeError(where, value, hint + (more if len(faults) > 1 else "")) from None
 

@@ -89,6 +89,7 @@ class Locate(Section):
     top_k: Positive = Field(12, description="Best heads that are candidates for the second and further chosen heads.")
     method_options: dict[str, Any] = Field(
         {},
+        examples=[{"gates": {"steps": 50}}],
         description="Options of methods of plugins, by method: `{NAME: {KEY: VALUE}}`. By default those of the method.",
     )
 

@@ -81,13 +81,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to score heads, as `register_method` describes it.
-
-    Attributes:
-        measure: called with a `surgery.locate.methods.LocateBatch`, or with `Candidates` if the method trains.
-        ranks: the value of `splice.select` that ranks heads by it; empty if it ranks none.
-        greedy, trains, gloss, options: see `register_method`.
-    """
+    """A way to score heads. Fields are as in `register_method`; `ranks` is a value of `splice.select`, or empty."""
 
     name: str
     columns: tuple[Column, ...]

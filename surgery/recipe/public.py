@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from surgery.errors import ModelError
 from surgery.files.shipped import local_path
-from surgery.recipe.base import Base, Checkpoint, Teacher
+from surgery.recipe.base import Base, Checkpoint
+from surgery.recipe.export import Export
 from surgery.recipe.run import Recipe
-from surgery.recipe.sources import Data, Source
+from surgery.recipe.section import Section
+from surgery.recipe.sources import Data
 
 # Address of a repository, or of a file in it, with or without the Hub's host.
 _ADDRESS = re.compile(
@@ -78,47 +80,28 @@ def public_recipe(recipe: Recipe) -> Recipe:
 
     Revisions stay. `repo@revision` of a model is split into `model` and `revision`; a tokenizer keeps the @.
     """
-    base = _named(recipe.base)
-    if base.tokenizer:
-        tokenizer, revision = source_of(base.tokenizer, None)
-        pinned = public_name(tokenizer) + (f"@{revision}" if revision else "")
-        base = base.model_copy(update={"tokenizer": pinned})
-    splice, control = recipe.splice, recipe.control
-    if splice is not None and splice.teacher is not None:
-        splice = splice.model_copy(update={"teacher": _named(splice.teacher)})
-    train = recipe.train.model_copy(
-        update={
-            "sources": tuple(map(_public_source, recipe.train.sources)),
-            "stages": tuple(
-                stage.model_copy(update={"sources": tuple(map(_public_source, stage.sources))})
-                for stage in recipe.train.stages
-            ),
-            "teacher": _named(recipe.train.teacher) if recipe.train.teacher else None,
-        }
-    )
-    template = Path(recipe.export.chat_template).name if recipe.export.chat_template else None
-    export = recipe.export.model_copy(update={"chat_template": template, "llama_cpp": None})
-    control = _named(control) if control else None
-    locate = recipe.locate
-    if locate.data is not None:
-        locate = locate.model_copy(update={"data": _public_data(locate.data)})
-    update = {"base": base, "locate": locate, "splice": splice, "control": control, "train": train, "export": export}
-    return recipe.model_copy(update=update)
+    return _public(recipe)
 
 
-M = TypeVar("M", Base, Teacher, Checkpoint)
+S = TypeVar("S", bound=Section)
 
 
-def _named(section: M) -> M:
-    model, revision = source_of(section.model, section.revision)
-    return section.model_copy(update={"model": public_name(model), "revision": revision})
-
-
-def _public_source(source: Source) -> Source:
-    if source.data is None:
-        return source
-    return source.model_copy(update={"data": _public_data(source.data)})
-
-
-def _public_data(data: Data) -> Data:
-    return data.model_copy(update={"path": data.public_name})
+def _public(section: S) -> S:
+    update: dict[str, Any] = {}
+    for name, value in section:
+        if isinstance(value, Section):
+            update[name] = _public(value)
+        elif isinstance(value, tuple):
+            update[name] = tuple(_public(entry) if isinstance(entry, Section) else entry for entry in value)
+    if isinstance(section, Base | Checkpoint):
+        model, revision = source_of(section.model, section.revision)
+        update |= {"model": public_name(model), "revision": revision}
+    if isinstance(section, Base) and section.tokenizer:
+        tokenizer, revision = source_of(section.tokenizer, None)
+        update["tokenizer"] = public_name(tokenizer) + (f"@{revision}" if revision else "")
+    if isinstance(section, Data):
+        update["path"] = section.public_name
+    if isinstance(section, Export):
+        template = section.chat_template
+        update |= {"chat_template": Path(template).name if template else None, "llama_cpp": None}
+    return section.model_copy(update=update)

@@ -92,8 +92,7 @@ class Weights(Section):
         properties = {
             name: {**value, "default": 0.0, "description": entry.description} for name, entry in OBJECTIVES.items()
         }
-        example = {"examples": [{"answer": 1.0}]}
-        return {**handler(schema), "properties": properties, "additionalProperties": False, **example}
+        return {**handler(schema), "properties": properties, "additionalProperties": False}
 
 
 class Columns(Section):
@@ -195,7 +194,9 @@ class Data(Section):
 class Source(Section):
     """Documents that one task or one data set contributes to every step. The mixture follows from the sizes."""
 
-    task: Task | None = Field(None, description="Probe that generates the documents. Set this or `data`.")
+    task: Task | None = Field(
+        None, examples=["kv_retrieval"], description="Probe that generates the documents. Set this or `data`."
+    )
     data: Data | None = Field(None, description="The user's own documents. Set this or `task`.")
     rows: Positive | None = Field(
         None,
@@ -232,6 +233,7 @@ class Source(Section):
     )
     weights: Weights = Field(
         Weights(),
+        examples=[{"answer": 1.0}],
         description="Weight of each objective. By default {answer: 2.0, attention: 1.0} for a task whose answers stand "
         "in the prompt. Other sources have to set it.",
     )
@@ -264,10 +266,8 @@ class Source(Section):
             raise ValueError("set either `task` (a probe) or `data` (your own documents)")
         if (self.rows is None) == (self.tokens is None):
             raise ValueError(f"set either `rows` or `tokens`, the size of a step, such as `rows: {DEFAULT_ROWS}`")
-        if self.probe is not None and ("tokens" in self.probe.options) != (self.max_tokens is not None):
-            if self.max_tokens is None:
-                raise ValueError(f"{self.task} needs `max_tokens`: its length is configurable")
-            raise ValueError(f"{self.task} has no `max_tokens`: `pairs` sets the length of generated documents")
+        if self.probe is not None and "tokens" in self.probe.options and self.max_tokens is None:
+            raise ValueError(f"{self.task} needs `max_tokens`: its length is configurable")
         return self
 
     @model_validator(mode="after")
@@ -301,29 +301,18 @@ class Source(Section):
         return ", ".join(f"`weights.{name}`" for name in self.weights.at(0.5) if needs_of([name]) & set(needs))
 
     @model_validator(mode="after")
-    def _end_has_a_meaning(self) -> Source:
-        if self.train_eos and not (self.probe and self.probe.newline_ends_answer):
-            hint = "Set `data.end` instead" if self.data is not None else "Remove it"
-            raise ValueError(f"`train_eos` needs a newline after each answer, and {self.name} has none. {hint}")
-        return self
-
-    @model_validator(mode="after")
-    def _sizes_have_a_meaning(self) -> Source:
+    def _options_apply(self) -> Source:
         options = self.probe.options if self.probe is not None else ()
+        applies = {
+            "max_tokens": self.probe is None or "tokens" in options,
+            "split": "half" in options,
+            "train_eos": self.probe is not None and self.probe.newline_ends_answer,
+        }
+        for name in ("max_tokens", "questions", "groups", "filler", "value_digits", "split", "train_eos"):
+            if getattr(self, name) != type(self).model_fields[name].default and not applies.get(name, name in options):
+                hint = ", or set `data.end`" if name == "train_eos" and self.data is not None else ""
+                raise ValueError(f"{self.name} does not use `{name}`: remove it{hint}")
         if self.probe is not None:
             self.probe.check_pairs(*self.pairs)
-        if self.questions > 1 and "questions" not in options:
-            raise ValueError(f"{self.name} has one question per document. Remove `questions`")
-        if self.groups is not None and "groups" not in options:
-            raise ValueError(f"{self.name} has no groups of digits. Remove `groups`")
-        for name, content in (("filler", "words between key and value"), ("value_digits", "values of other lengths")):
-            if getattr(self, name) is not None and name not in options:
-                raise ValueError(f"{self.name} has no {content}. Remove `{name}`")
         check_value_digits(self.pairs[1], self.value_digits)
-        return self
-
-    @model_validator(mode="after")
-    def _half_has_a_meaning(self) -> Source:
-        if self.split is not None and not (self.probe and "half" in self.probe.options):
-            raise ValueError(f"{self.name} has no halves. Remove `split`")
         return self

@@ -14,22 +14,7 @@ from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.recipe.optimizer import Optimizer
 from surgery.recipe.plateau import Plateau
 from surgery.recipe.section import OneOrMore, Positive, Section, Tokens
-from surgery.recipe.sources import DEFAULT_ROWS, DEFAULT_WEIGHTS, Columns, Data, Source, Task, Weights
-
-__all__ = [
-    "Align",
-    "Columns",
-    "Data",
-    "Distil",
-    "Lora",
-    "Optimizer",
-    "Plateau",
-    "Source",
-    "Task",
-    "Train",
-    "TrainStage",
-    "Weights",
-]
+from surgery.recipe.sources import DEFAULT_ROWS, DEFAULT_WEIGHTS, Data, Source
 
 STAGE_NAME = r"^[a-z0-9_-]+$"
 Trainable = Literal["all", "new_heads", "spliced_layers", "lora"]
@@ -142,34 +127,22 @@ class TrainStage(Section):
             return self
         steps, plateau, warmup = self.num_steps, self.plateau, self.optimizer.warmup
         earliest = plateau.earliest(steps, warmup)
-        end = self.end_after(earliest)
-        if end < steps:
+        if self.end_after(earliest) < steps:
             return self
         enough = steps
         for _ in range(100):  # without `min_steps`, more steps delay the earliest plateau
             enough = max(enough, self.end_after(plateau.earliest(enough, warmup)) + 1)
-        is_enough = self.end_after(plateau.earliest(enough, warmup)) < enough <= 10**9
-        if earliest == plateau.window * (plateau.patience + 2):
-            why, other = f"`window: {plateau.window}`, `patience: {plateau.patience}`", "lower `plateau.window`"
-        elif plateau.least(steps, warmup) == warmup:
-            why, other = f"`optimizer.warmup: {warmup}`", "lower `optimizer.warmup`"
-            if plateau.min_steps == warmup:
-                why, other = f"{why}, `min_steps: {warmup}`", f"{other} and `plateau.min_steps`"
-        elif plateau.min_steps is not None:
-            why, other = f"`min_steps: {plateau.min_steps}`", "lower `plateau.min_steps`"
+        hint = "ower `plateau.window`, `plateau.patience`, `plateau.min_steps`, `optimizer.warmup` or `optimizer.decay`"
+        if not self.end_after(plateau.earliest(enough, warmup)) < enough <= 10**9:
+            hint = f"L{hint}"
+        elif self.tokens is None:
+            hint = f"Set `steps` to {enough}, or l{hint}"
         else:
-            why, other = "`min_steps` is half of the steps by default", "set a smaller `plateau.min_steps`"
-        more = f"`steps` to {enough}"
-        if self.tokens is not None:
-            more = f"`tokens` to {(enough - 1) * sum(source.tokens or 0 for source in self.sources) + 1}"
-        by_half = plateau.min_steps is None and plateau.least(steps, warmup) > warmup
-        if not is_enough and by_half and self.optimizer.decay_share >= 0.5:
-            other = "set `plateau.min_steps`, or `optimizer.decay` below 0.5"
-        hint = f"Set {more}, or {other}" if is_enough else other[0].upper() + other[1:]
-        decay = f", and the decay ends at step {end}" if self.optimizer.decay_share else ""
+            tokens = (enough - 1) * sum(source.tokens or 0 for source in self.sources) + 1
+            hint = f"Set `tokens` to {tokens}, or l{hint}"
         raise ValueError(
-            f"`plateau` cannot end {steps} steps early: the earliest plateau is at step {earliest} "
-            f"({why}){decay}. {hint}"
+            f"`plateau` cannot end {steps} steps early: the earliest plateau is at step {earliest}, and the stage then "
+            f"ends at step {self.end_after(earliest)}. {hint}"
         )
 
     def end_after(self, step: int) -> int:
@@ -264,7 +237,9 @@ class Train(TrainStage):
         None, description="Steps between measurements of held-out KV accuracy. By default it is not measured."
     )
     trackers: OneOrMore[Literal["tensorboard", "trackio", "wandb"]] = Field(
-        (), description="Experiment trackers that also receive the losses, through Accelerate."
+        (),
+        examples=[["tensorboard"]],
+        description="Experiment trackers that also receive the losses, through Accelerate.",
     )
     control: bool = Field(True, description="Also train the control: the base without a splice, for the same steps.")
 

@@ -20,30 +20,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML's safe loader with unique keys, and with limits that apply before objects are built or aliases expanded."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = self._nodes = 0
-        self._sizes: dict[int, int] = {}  # of finished nodes, by identity
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        is_alias = self.check_event(yaml.AliasEvent)  # type: ignore[no-untyped-call]
-        mark, before = self.peek_event().start_mark, self._nodes  # type: ignore[no-untyped-call]
-        self._depth += 1
-        if self._depth > _DEPTH:
-            raise fault(mark, f"more than {_DEPTH} levels", "Use fewer.")
-        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
-        self._depth -= 1
-        if is_alias and id(node) not in self._sizes:
-            raise fault(mark, "an alias that contains itself", "Write the value.")
-        self._nodes += self._sizes[id(node)] if is_alias else 1
-        self._sizes.setdefault(id(node), self._nodes - before)
-        if isinstance(node, yaml.ScalarNode) and _SURROGATES.search(node.value):
-            raise fault(mark, "an unpaired surrogate, which is not text", "Remove it.")
-        if self._nodes > _NODES:
-            raise fault(mark, f"more than {_NODES} values after expanding aliases", "Use fewer.")
-        return node
+    """YAML's safe loader with unique keys. Refuses what YAML 1.1 reads otherwise than most users mean it."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -61,16 +38,12 @@ class _RecipeLoader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if _NOT_DECIMAL.match(node.value):
             raise _read_otherwise(node, "another number", "Write a decimal number, or text in quotes.")
-        number: int = super().construct_yaml_int(node)  # type: ignore[no-untyped-call]
-        if number.bit_length() > 64:
-            raise fault(node.start_mark, "an integer of more than 64 bits", "Write a smaller one, or text in quotes.")
-        return number
+        return int(super().construct_yaml_int(node))  # type: ignore[no-untyped-call]
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
         if ":" in node.value:
             raise _read_otherwise(node, "another number", "Write a decimal number, or text in quotes.")
-        number: float = super().construct_yaml_float(node)  # type: ignore[no-untyped-call]
-        return number
+        return float(super().construct_yaml_float(node))  # type: ignore[no-untyped-call]
 
     def construct_yaml_bool(self, node: yaml.ScalarNode) -> bool:
         if node.value.lower() not in ("true", "false"):
@@ -142,7 +115,25 @@ def load_yaml(text: str) -> Any:
     """Parse YAML within the limits. Raises the YAML library's errors, so call it inside `reading_yaml`."""
     if len(text) > _BYTES:
         raise ValueError(f"more than {_BYTES} bytes")
-    return yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)
+    data = yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)
+    _num_values(data)
+    return data
+
+
+def _num_values(value: Any, depth: int = 0) -> int:
+    """Count values and keys, with aliases expanded. Raises ValueError beyond the limits."""
+    if depth > _DEPTH:
+        raise ValueError(f"more than {_DEPTH} levels")
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise ValueError("an integer of more than 64 bits")
+    if isinstance(value, str) and _SURROGATES.search(value):
+        raise ValueError("an unpaired surrogate, which is not text")
+    number = 1
+    for part in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
+        number += _num_values(part, depth + 1)
+        if number > _NODES:
+            raise ValueError(f"more than {_NODES} values after expanding aliases")
+    return number
 
 
 def _place(node: Any, part: str, key: str) -> Any:

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import RecipeError
 from surgery.evaluate.evaluation import Arm, evaluate_model, p_values
-from surgery.evaluate.prompts import PromptSet, make_prompts
+from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_apart, check_replaceable, kind_of, mark, remove
@@ -77,7 +77,8 @@ def analyse(
         write_text(folder / "recipe.yaml", to_yaml(recipe))
         mark(folder, "analysis")
         table, pruned = _Table(recipe, folder), sweeps.get("prune", [])
-        arms = _score(table, [None, *pruned], {}, progress)
+        arms: dict[str, Arm] = {}
+        _score(table, [None, *pruned], arms, progress)
         minimal = None
         if pruned:
             minimal = minimal_model(arms, [c.name for c in pruned], config.num_hidden_layers, recipe.margin)
@@ -85,7 +86,9 @@ def analyse(
         rest = [*single, *(c for kind, changes in sweeps.items() if kind != "prune" for c in changes)]
         for change in rest:
             check_change(change, config, recipe.teacher, teacher_config)
-        arms = _score(table, rest, arms, progress)
+        _score(table, rest, arms, progress)
+        choices = table.prompts.choices
+        chance = {task: [1 / len(d.questions[-1].choices) for d in documents] for task, documents in choices.items()}
         results = {
             "model": recipe.base.model,
             "revision": table.revision,
@@ -93,7 +96,7 @@ def analyse(
             "changes": {c.name: c.model_dump(mode="json", exclude_defaults=True) for c in (*pruned, *rest)},
             "sweeps": {kind: [change.name for change in changes] for kind, changes in sweeps.items()},
             "minimal": minimal,
-            "chance": _chance(table.prompts),
+            "chance": {task: float(rows.mean()) for task, rows in _pooled(chance).items()},
             "tasks": side_by_side(arms),
             "arms": {name: arm.summary for name, arm in arms.items()},
             "base_is_better": {n: p_values({"base": arms["base"], n: arms[n]}, n) for n in arms if n != "base"},
@@ -106,14 +109,7 @@ def analyse(
 
 
 def check_without_weights(recipe: AnalysisRecipe) -> list[str]:
-    """Check the base and every change of an analysis. Loads no weights and sends no request.
-
-    Returns:
-        What was not checked, one text each.
-
-    Raises:
-        SurgeryError: the analysis would fail on a config, the tokenizer, or a layer or head of a change.
-    """
+    """Check the base and every change of an analysis without weights or requests. Return what was not checked."""
     models = {"base.model": recipe.base.model, "teacher.model": recipe.teacher.model if recipe.teacher else ""}
     on_the_hub = [
         f"models and changes ({field} {model} is on the Hub)" for field, model in models.items() if is_hub_id(model)
@@ -211,12 +207,9 @@ class _Table:
             return evaluate_model(self.model, *arguments)
 
 
-def _score(
-    table: _Table, changes: Sequence[Change | None], before: Mapping[str, Arm], progress: Tick | None
-) -> dict[str, Arm]:
-    """Evaluate `changes` and return them with the arms of `before`."""
-    arms = dict(before)
-    total = len(before) + len(changes)
+def _score(table: _Table, changes: Sequence[Change | None], arms: dict[str, Arm], progress: Tick | None) -> None:
+    """Evaluate `changes` and add them to `arms`."""
+    total = len(arms) + len(changes)
     for change in changes:
         name, index = "base" if change is None else change.name, len(arms)
 
@@ -225,29 +218,23 @@ def _score(
                 progress(index * steps + done, total * steps, name)
 
         arms[name] = table.arm(change, tick)
-    return arms
 
 
 def minimal_model(arms: Mapping[str, Arm], pruned: Sequence[str], layers: int, margin: float) -> dict[str, Any]:
     """Find the smallest number of first layers that retrieve as well as the whole model.
 
-    Layers are pruned from the end until KV-retrieval accuracy drops, over all numbers of pairs. A drop must be larger
-    than `margin` and significant at 0.05 by an exact one-sided McNemar test against the base.
-
-    Args:
-        arms: the base and the pruned models, by name.
-        pruned: names of the pruned models, the largest first.
-        layers: number of layers of the whole model.
-        margin: loss of accuracy that is allowed.
+    Layers are pruned from the end (`pruned` has the largest model first) until KV-retrieval accuracy drops, over all
+    numbers of pairs. A drop must be larger than `margin` and significant at 0.05 by an exact one-sided McNemar test
+    against the base.
 
     Returns:
         `layers` of the minimal model and its `accuracy`; the accuracy of the `base`; `p_value` (1 for the whole model);
         `margin`; `of`, the number of layers of the whole model.
     """
-    before = right(arms["base"])["kv_retrieval"]
+    before = _pooled(arms["base"].correct)["kv_retrieval"]
     minimal = {"layers": layers, "of": layers, "accuracy": before.mean(), "base": before.mean(), "p_value": 1.0}
     for count, name in zip(range(layers - 1, 0, -1), pruned, strict=True):
-        after = right(arms[name])["kv_retrieval"]
+        after = _pooled(arms[name].correct)["kv_retrieval"]
         p_value = mcnemar(before, after)
         if p_value < LEVEL and before.mean() - after.mean() > margin:
             break
@@ -258,16 +245,11 @@ def minimal_model(arms: Mapping[str, Arm], pruned: Sequence[str], layers: int, m
     }
 
 
-def group(task: str) -> str:
-    """Return the group of a task. All numbers of pairs form one group, and so do both halves of the facts."""
-    return task.partition("/")[0].removesuffix("_seen")
-
-
-def right(arm: Arm) -> dict[str, NDArray[np.bool_]]:
-    """Collect right and wrong answers by group of tasks: group -> (N,) bool."""
-    rows: dict[str, list[NDArray[np.bool_]]] = {}
-    for task, correct in arm.correct.items():
-        rows.setdefault(group(task), []).append(np.asarray(correct, bool))
+def _pooled(by_task: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Join the rows of a group of tasks: all numbers of pairs, and both halves of the facts. group -> (N,)."""
+    rows: dict[str, list[NDArray[Any]]] = {}
+    for task, values in by_task.items():
+        rows.setdefault(task.partition("/")[0].removesuffix("_seen"), []).append(np.asarray(values))
     return {name: np.concatenate(parts) for name, parts in rows.items()}
 
 
@@ -277,7 +259,7 @@ def side_by_side(arms: Mapping[str, Arm]) -> dict[str, dict[str, Any]]:
     `p_value` is an exact one-sided McNemar test against the base. `worse` is its result at 0.05 after Holm's correction
     over the arms.
     """
-    flags = {name: right(arm) for name, arm in arms.items()}
+    flags = {name: _pooled(arm.correct) for name, arm in arms.items()}
     table: dict[str, dict[str, Any]] = {name: {} for name in arms}
     others = [name for name in arms if name != "base"]
     for task, before in flags["base"].items():
@@ -290,14 +272,6 @@ def side_by_side(arms: Mapping[str, Arm]) -> dict[str, dict[str, Any]]:
     for name, arm in arms.items():
         table[name]["perplexity"] = arm.summary["perplexity"]
     return table
-
-
-def _chance(prompts: PromptSet) -> dict[str, float]:
-    """Accuracy of random guesses, by group of tasks."""
-    shares: dict[str, list[float]] = {}
-    for task, documents in prompts.choices.items():
-        shares.setdefault(group(task), []).extend(1 / len(d.questions[-1].choices) for d in documents)
-    return {name: sum(parts) / len(parts) for name, parts in shares.items()}
 
 
 def _draw(results: Mapping[str, Any], single: Sequence[str], folder: Path) -> None:

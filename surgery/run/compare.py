@@ -22,14 +22,7 @@ from surgery.files.atomic import new_folder, write_json
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
 from surgery.files.secret_scan import refuse_tokens
-from surgery.models.loading import (
-    check_finite,
-    check_vocabulary,
-    load_config,
-    load_model,
-    load_tokenizer,
-    revision_of,
-)
+from surgery.models.loading import check_finite, check_vocabulary, load_config, load_model, load_tokenizer, revision_of
 from surgery.models.runtime import run_device
 from surgery.recipe import Base, Evaluate, check_recipe
 from surgery.recipe.loading import plugin_modules
@@ -167,8 +160,8 @@ def _evaluate(
         del model  # before the next one is loaded
     others = [name for name in bases if prompts[name] is not shared]
     flags = {
-        name: {task: np.asarray(x, bool) for task, x in arm.correct.items()}
-        for name, arm in arms.items()
+        name: {task: np.asarray(x, bool) for task, x in arms[name].correct.items()}
+        for name in bases
         if name not in others
     }
     public = {name: public_name(base.model) for name, base in bases.items()}

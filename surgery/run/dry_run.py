@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
             lambda: _as_loaded(meta_model(config, base.trust_remote_code), recipe.base),
             make_accelerator(),
         ),
-        "fits": _fits(max((cost for _, _, cost in costs), key=lambda c: c.memory.total), recipe.hardware),
+        "fits": _fits(max((cost for _, _, cost in costs), key=lambda c: c.total), recipe.hardware),
     }
 
 
@@ -161,8 +160,8 @@ def _training(
 ) -> dict[str, Any]:
     """Summarize steps, tokens, FLOPs and memory. `run` is the sum over all trained arms, `step` the largest step."""
     processes = recipe.hardware.count
-    stage, batches, worst = max(costs, key=lambda entry: entry[2].memory.total)
-    rows, columns = batches[worst.largest].shape
+    stage, batches, worst = max(costs, key=lambda entry: entry[2].total)
+    rows, columns = batches[worst.largest].batch.input_ids.shape
     lengths = [stage.num_steps for stage, _, _ in costs]
     trained = [n * recipe.arms_of(stage) for n, (stage, _, _) in zip(lengths, costs, strict=True)]
     tokens = [round(cost.tokens * processes) for _, _, cost in costs]
@@ -177,7 +176,7 @@ def _training(
         "tokens_counted_with": counted_with,
         "flops": {"step": max(flops), "run": sum(f * n for f, n in zip(flops, trained, strict=True))},
         "largest": {"source": stage.sources[worst.largest].name, "rows": rows, "tokens": columns},
-        "memory": {**asdict(worst.memory), "total": worst.memory.total},
+        "memory": {**worst.memory, "total": worst.total},
     }
 
 
@@ -192,7 +191,7 @@ def _fits(cost: StepCost, hardware: Hardware) -> dict[str, Any] | None:
             return None
         machine = find_machine()
         name, memory = f"This machine ({machine.name})", machine.memory_gib
-    left = round(memory * GIB) - cost.memory.total
+    left = round(memory * GIB) - cost.total
     return {"gpu": name, "count": hardware.count, "memory_gib": memory, "fits": left >= 0, "left": left}
 
 

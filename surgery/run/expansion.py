@@ -20,18 +20,10 @@ from surgery.types import HeadId, HeadSet, MixerSpec, Plan, ScoredHead, head_set
 def expand(
     recipe: AnalysisRecipe, config: PreTrainedConfig, minimal: int | None = None
 ) -> tuple[dict[str, list[Change]], list[Change]]:
-    """Expand the sweeps of a recipe.
+    """Return the changes of each sweep in the recipe's order, and the changes that the recipe lists.
 
-    Args:
-        recipe: the validated recipe.
-        config: of the base.
-        minimal: number of layers that `layers: minimal` resolves to. The whole model if not known yet.
-
-    Returns:
-        Changes of each sweep in the recipe's order, and the changes that the recipe lists.
-
-    Raises:
-        RecipeError: two changes have the same name, or a heads.json belongs to another model.
+    `minimal` is the number of layers of `layers: minimal`, the whole model if it is not known yet. Raises RecipeError
+    if two changes have the same name, or a heads.json belongs to another model.
     """
     whole = minimal in (None, config.num_hidden_layers)
     resolved = {"layers": None if whole else minimal}
@@ -77,11 +69,8 @@ def _heads(sweep: Sweep, config: PreTrainedConfig) -> list[HeadId]:
         return [head for spec in family_of(config).mixers(config) for head in spec.heads]
     head_set = head_set_from_json(read_json(Path(local_path(sweep.heads))))
     if head_set.geometry != geometry_of(config):
-        raise RecipeError(
-            "sweeps.disable_one.heads",
-            sweep.heads,
-            "These heads were located in another model. Run `surgery locate` on this model.",
-        )
+        hint = "These heads were located in another model. Run `surgery locate` on this model."
+        raise RecipeError("sweeps.disable_one.heads", sweep.heads, hint)
     return [scored.head for scored in head_set.heads]
 
 
@@ -93,15 +82,8 @@ def check_change(
 ) -> None:
     """Check a change against the model. `layers: minimal` is checked as the whole model.
 
-    Args:
-        change: to check.
-        config: of the base.
-        teacher: the recipe's section `teacher`, for a swap.
-        teacher_config: of the teacher, for a swap.
-
-    Raises:
-        RecipeError: the model has no such head or layer, it is not among the layers that run, or the swap is not
-            possible.
+    Raises RecipeError if the model has no such head or layer, it is not among the layers that run, or the swap is not
+    possible.
     """
     specs, where = family_of(config).mixers(config), f"changes.{change.name}"
     total = config.num_hidden_layers
@@ -113,27 +95,22 @@ def check_change(
             raise RecipeError(f"{where}.drop", layer, f"Set a layer from 0 to {max(running)}.")
     running -= set(change.drop)
     mixers = {spec.name: spec for spec in specs if spec.layer in running}
-    for field in ("disable", "keep"):
-        _check_heads(f"{where}.{field}", getattr(change, field), mixers)
+    for field, head in [("disable", head) for head in change.disable] + [("keep", head) for head in change.keep]:
+        parsed = HeadId.parse(head)
+        spec = mixers.get(parsed.mixer)
+        if spec is None or parsed.head >= spec.num_heads:
+            names = [str(head) for spec in mixers.values() for head in spec.heads]
+            heads = f"from {names[0]} to {names[-1]}" if names else "of a layer that runs"
+            raise RecipeError(f"{where}.{field}", head, f"No layer that runs has this head. Set a head {heads}.")
     for layer in change.keep_in:
         if layer not in {spec.layer for spec in mixers.values()}:
             raise RecipeError(f"{where}.keep_in", layer, "This layer has no heads or does not run. Set another one.")
     if change.mask_last_row and not any(attends(config, spec) for spec in mixers.values()):
-        raise RecipeError(
-            f"{where}.mask_last_row", "true", "The model has no attention in the layers that run. Remove the key."
-        )
+        hint = "The model has no attention in the layers that run. Remove the key."
+        raise RecipeError(f"{where}.mask_last_row", "true", hint)
     if change.swap is not None:
         assert teacher is not None and teacher_config is not None
         swap_plan(change, config, teacher, teacher_config)
-
-
-def _check_heads(field: str, names: Sequence[str], mixers: dict[str, MixerSpec]) -> None:
-    for head in map(HeadId.parse, names):
-        spec = mixers.get(head.mixer)
-        if spec is None or head.head >= spec.num_heads:
-            running = list(mixers.values())
-            heads = f"from {running[0].heads[0]} to {running[-1].heads[-1]}" if running else "of a layer that runs"
-            raise RecipeError(field, str(head), f"No layer that runs has this head. Set a head {heads}.")
 
 
 def off_heads(change: Change, specs: Sequence[MixerSpec]) -> dict[str, list[int]]:
@@ -149,11 +126,7 @@ def off_heads(change: Change, specs: Sequence[MixerSpec]) -> dict[str, list[int]
 def swap_plan(
     change: Change, config: PreTrainedConfig, teacher: Teacher, teacher_config: PreTrainedConfig, seed: int = 0
 ) -> tuple[Plan, Splice]:
-    """Make the plan and the recipe section that splice this swap.
-
-    Raises:
-        RecipeError: the layer cannot be replaced. The error gives the reason.
-    """
+    """Make the plan and the recipe section that splice this swap. Raises RecipeError if it cannot be."""
     assert change.swap is not None
     layer, teacher_layer = change.swap.layer, change.swap.teacher_layer
     head, donor = HeadId(layer, 0), HeadId(layer if teacher_layer is None else teacher_layer, 0)

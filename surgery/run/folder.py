@@ -40,8 +40,7 @@ class RunDir:
             True if a run of another recipe has to be removed.
 
         Raises:
-            RunError: the folder holds other files or an input of the run, or it holds a run of another recipe and
-                `overwrite` is not set.
+            RunError: the folder holds other files, an input of the run, or without `overwrite` another recipe's run.
         """
         instead, inputs = f"Set another name, such as name={self.path.name}-2.", inputs or {}
         stored = text_or_empty(self.path / "recipe.yaml")
@@ -61,11 +60,7 @@ class RunDir:
         return True
 
     def claim(self, recipe_yaml: str, overwrite: bool = False, inputs: Mapping[str, str] | None = None) -> None:
-        """Use the folder for this recipe. With `overwrite`, a run of another recipe is removed.
-
-        Raises:
-            RunError: see `check`.
-        """
+        """Use the folder for this recipe, if `check` allows it. `overwrite` removes a run of another recipe."""
         if self.check(recipe_yaml, overwrite, inputs):
             remove(self.path, WRITTEN)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -91,14 +86,7 @@ class RunDir:
         return [f"{key}: {text(then, key)} -> {text(now, key)}" for key in differing]
 
     def manifest(self, stage: str) -> Mapping[str, Any] | None:
-        """Read the manifest of a finished stage.
-
-        Returns:
-            `key`, `outputs` (hash) and `seconds`, or None if the stage is not finished.
-
-        Raises:
-            RunError: the file is not a manifest.
-        """
+        """Read the manifest of a stage: `key`, `outputs` (hash) and `seconds`. None if the stage is not finished."""
         path = self.path / ".stages" / f"{stage}.json"
         manifest = read_json(path) if path.is_file() else None
         if manifest is not None and not (isinstance(manifest, dict) and {"key", "outputs"} <= manifest.keys()):
@@ -107,12 +95,8 @@ class RunDir:
 
     def is_fresh(self, stage: str, key: str, outputs: Sequence[str]) -> bool:
         """True if the stage finished with this key and its outputs, names in this folder, are unchanged."""
-        manifest = self.manifest(stage)
-        return (
-            self.is_finished(stage, key, outputs)
-            and manifest is not None
-            and manifest["outputs"] == digest(*(self.path / name for name in outputs))
-        )
+        manifest = self.manifest(stage) if self.is_finished(stage, key, outputs) else None
+        return manifest is not None and manifest["outputs"] == digest(*(self.path / name for name in outputs))
 
     def is_finished(self, stage: str, key: str, outputs: Sequence[str]) -> bool:
         """True if the stage finished with this key and its outputs exist, even if they were edited."""
@@ -120,15 +104,7 @@ class RunDir:
         return manifest is not None and manifest["key"] == key and all((self.path / name).exists() for name in outputs)
 
     def finish(self, stage: str, key: str, outputs: Sequence[str], seconds: float, origin: str = "") -> None:
-        """Write the manifest of a stage, which makes it fresh.
-
-        Args:
-            stage: name of the stage.
-            key: its key.
-            outputs: its files and folders, as names in this folder.
-            seconds: time that it took. See `pipeline` for a training in several sessions.
-            origin: for a stage that was taken from another run, what was taken from which run.
-        """
+        """Write the manifest of a stage, which makes it fresh. `origin` says from which run it was taken, if any."""
         hashed = digest(*(self.path / name for name in outputs))
         data = {"key": key, "outputs": hashed, "seconds": round(seconds, 2), **({"origin": origin} if origin else {})}
         write_json(self.path / ".stages" / f"{stage}.json", data)

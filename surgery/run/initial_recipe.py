@@ -13,13 +13,13 @@ from surgery.models.lookup import family_of
 from surgery.recipe import check_recipe
 from surgery.recipe.optimizer import RATES, rates
 from surgery.recipe.public import public_name
+from surgery.report.text import duration_text, size_text
 from surgery.run.commented_yaml import Path as Place
 from surgery.run.commented_yaml import commented_yaml
 from surgery.run.dry_run import dry_run
 from surgery.run.machine import GIB
-from surgery.run.measuring import Findings
+from surgery.run.measuring import SMALL, Findings
 from surgery.run.probing import ADJACENT, EASY, FAR, HARD, Say, two_digits
-from surgery.run.settings import is_large, num_steps
 
 _AT_QUERY = ["query", "patching", "sharpen"]  # one decode step per head and column
 _ARMS = 4  # of an evaluation: base, control, hybrid without its new heads, hybrid
@@ -29,6 +29,9 @@ _WIDE = 32  # channels of a state from which copies are not widened (paper/LOG.m
 _SHARE_OF_MEMORY = 0.8
 _PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pairs
 _MOST = 3  # accuracies to list in a comment
+# Steps by weights: for small bases as measured here (docs/your-model.md), otherwise of the shipped recipes.
+_STEPS = ((SMALL, 500), (1_000_000_000, 400), (float("inf"), 800))
+_STEPS_OF_NEW_HEADS = 400
 
 
 class _Draft:
@@ -54,27 +57,18 @@ class _Draft:
 
 
 def write_recipe(found: Findings, say: Say) -> str:
-    """Write a recipe as YAML with comments.
-
-    Args:
-        found: from `measure_base`.
-        say: called with a line for each slow step.
-
-    Raises:
-        RecipeError: the values do not fit together, which is a fault of this library.
-    """
+    """Write a recipe as YAML with comments. `say` is called with a line for each slow step."""
     draft = _Draft()
     draft.set("name", recipe_name(found.base.model))
     draft.set("seed", 0)
-    width = 2 if is_large(found.parameters) else 4
-    size, unit = (GIB, "GiB") if found.parameters * width > GIB / 10 else (GIB / 1024, "MiB")
+    weights = size_text(found.parameters * (2 if found.is_large else 4))
     shown = found.base.model_dump(mode="json", exclude_defaults=True)
-    draft.set("base", shown, f"{found.base.dtype}: {found.parameters * width / size:.1f} {unit} of weights.")
+    draft.set("base", shown, f"{found.base.dtype}: {weights} of weights.")
     _locate(draft, found)
     _splice(draft, found)
     _train(draft, found)
     _evaluate(draft, found)
-    if is_large(found.parameters):
+    if found.is_large:
         draft.set("export", {"dtype": "bfloat16"})
     why = "Read by --dry-run alone. A run uses every GPU that its launcher starts, or the CPU."
     hardware = {"gpu": found.machine.name, "memory_gib": found.machine.memory_gib}
@@ -169,12 +163,8 @@ def _prompts_to_locate(found: Findings) -> tuple[int, list[str], str]:
     for methods, passes in (([], 4 + 2 * full + 4 * steps), (_AT_QUERY, 3 + 4 * steps)):
         for examples in (128, 64, 32):
             if examples * passes <= budget:
-                return examples, methods, f"About {_minutes(examples * passes * second)} at the measured speed."
-    return 16, _AT_QUERY, f"Few: about {_minutes(16 * passes * second)} at the measured speed."
-
-
-def _minutes(seconds: float) -> str:
-    return f"{max(1, round(seconds))} s" if seconds < 100 else f"{round(seconds / 60)} minutes"
+                return examples, methods, f"About {duration_text(examples * passes * second)} at the measured speed."
+    return 16, _AT_QUERY, f"Few: about {duration_text(16 * passes * second)} at the measured speed."
 
 
 def _splice(draft: _Draft, found: Findings) -> None:
@@ -185,24 +175,23 @@ def _splice(draft: _Draft, found: Findings) -> None:
     if width >= _WIDE:
         why = f"A state of {width} channels: wider copies gained nothing from {_WIDE} on, where that was measured."
         draft.set("splice.min_width", None, why)
-    draft.set(
-        "splice.num_heads", 1, "One head to begin with. Compare: surgery sweep THIS_FILE splice.num_heads=0,1,2,4"
-    )
+    why = "One head to begin with. Compare: surgery sweep THIS_FILE splice.num_heads=0,1,2,4"
+    draft.set("splice.num_heads", 1, why)
 
 
 def _train(draft: _Draft, found: Findings) -> None:
-    only_heads = is_large(found.parameters)
-    steps, why = num_steps(found.parameters, only_heads), "of the recipes for this size"
+    steps, why = next(steps for size, steps in _STEPS if found.parameters <= size), "of the recipes for this size"
+    if found.is_large:
+        steps = _STEPS_OF_NEW_HEADS
     slow = not found.is_small and not found.machine.on_gpu
     if slow:
         steps, why = min(steps, 100), "as on CPUs, where steps are slow"
     elif found.is_small:
         why = "that the shipped bases needed"
     draft.set("train.steps", steps, f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
-    if only_heads:
-        draft.set(
-            "train.trainable", "new_heads", f"{found.parameters / 1e9:.1f} billion weights: the base stays frozen."
-        )
+    if found.is_large:
+        why = f"{found.parameters / 1e9:.1f} billion weights: the base stays frozen."
+        draft.set("train.trainable", "new_heads", why)
     if found.machine.on_gpu and found.parameters >= 1e9:
         draft.set("train.precision", "bf16", "A GPU, and a billion weights or more.")
     sources, reasons = _sources(found, slow)
@@ -224,7 +213,7 @@ def _sources(found: Findings, slow: bool) -> tuple[list[dict[str, Any]], list[st
     retrieval |= {"train_eos": True} if found.form.probe.newline_ends_answer else {}
     retrieval["weights"] = {"answer": 2.0, "attention": 1.0}
     sources, reasons = [], []
-    size = f"{low} to {high} pairs, half to twice as many as located." if high > low else f"{low} pairs."
+    size = f"{low} to {high} pairs, half to twice as many as located."
     if found.form == FAR:
         near = {key: value for key, value in retrieval.items() if key != "filler"}
         adjacent = max(1, rows // 4)
@@ -270,7 +259,7 @@ def _evaluate(draft: _Draft, found: Findings) -> None:
     draft.set("evaluate.tasks", [task["task"] if len(task) == 1 else task for task in tasks])
     for number, reason in enumerate(reasons):
         draft.explain(("evaluate", "tasks", number), reason)
-    why = f"Of each size. All models together: about {_minutes(time)} at the measured speed."
+    why = f"Of each size. All models together: about {duration_text(time)} at the measured speed."
     draft.set("evaluate.examples", examples, why)
     draft.set("evaluate.sentences", examples)
     draft.set("evaluate.batch_size", found.batch_size)

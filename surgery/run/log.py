@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
 from surgery import __version__
 from surgery.errors import summary
@@ -18,12 +19,11 @@ from surgery.run.context import Reporter, Run
 LOG = "run.log"
 
 
-class LoggedReporter(ProgressLines):
+class LoggedReporter:
     """Pass every event on to another reporter, and append it to a file as a line with the time in UTC."""
 
     def __init__(self, path: Path, reporter: Reporter) -> None:
-        super().__init__(self.append)
-        self._path, self._reporter = path, reporter
+        self._path, self._reporter, self._lines = path, reporter, ProgressLines(self.append)
 
     def append(self, line: str) -> None:
         """Append one line. Tokens, as in an address that could not be read, are left out."""
@@ -32,25 +32,14 @@ class LoggedReporter(ProgressLines):
         with open(handle, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{now}  {redacted(' '.join(line.splitlines()))}\n")
 
-    def start(self, stage: str, what: str) -> None:
-        super().start(stage, what)
-        self._reporter.start(stage, what)
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        """Return a method that passes an event on to the lines of the log and to the reporter."""
 
-    def progress(self, done: int, total: int, note: str = "") -> None:
-        super().progress(done, total, note)
-        self._reporter.progress(done, total, note)
+        def both(*given: Any) -> None:
+            getattr(self._lines, event)(*given)
+            getattr(self._reporter, event)(*given)
 
-    def finish(self, stage: str, seconds: float) -> None:
-        super().finish(stage, seconds)
-        self._reporter.finish(stage, seconds)
-
-    def skip(self, stage: str, why: str) -> None:
-        super().skip(stage, why)
-        self._reporter.skip(stage, why)
-
-    def note(self, topic: str, text: str) -> None:
-        super().note(topic, text)
-        self._reporter.note(topic, text)
+        return both
 
 
 @contextmanager
@@ -61,7 +50,7 @@ def logged(run: Run) -> Iterator[None]:
         copy_entry(path, path)  # the folder was copied with hard links: the other copy keeps its log
     log = LoggedReporter(path, run.reporter)
     log.append(f"surgery {__version__}: {', '.join(run.stages)}")
-    run.reporter = log
+    run.reporter = cast(Reporter, log)
     try:
         yield
     except BaseException as error:

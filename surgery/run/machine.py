@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 GIB = 2**30
@@ -39,14 +40,4 @@ def find_machine() -> Machine:
         free, _ = torch.cuda.mem_get_info()
         return Machine(torch.cuda.get_device_name(), free, torch.cuda.device_count(), True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(f"{cores} CPU core{'s' if cores > 1 else ''}", _free_memory(), 1, False)
-
-
-def _free_memory() -> int:
-    """Bytes of main memory that a process can still use."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(f"{cores} CPU core{'s' if cores > 1 else ''}", psutil.virtual_memory().available, 1, False)

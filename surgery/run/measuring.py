@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from surgery.data.ranking import perplexity, query_batches, ranked
-from surgery.errors import ModelError, PlanError, ProbeError, fitting
+from surgery.data.ranking import perplexity, query_batches
+from surgery.errors import ModelError, PlanError, ProbeError, SurgeryError, fitting, is_out_of_memory
+from surgery.locate.locating import peak_bytes
 from surgery.models.loading import check_vocabulary, load_config, load_model, load_tokenizer, open_checkpoint
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model, sizes_of
@@ -32,10 +34,11 @@ from surgery.run.probing import (
     known_tasks,
     screen,
 )
-from surgery.run.settings import SMALL, is_large, try_batch_sizes
 from surgery.splice.plan import check_not_spliced, check_splices
 from surgery.train.training import make_accelerator
 
+SMALL = 10_000_000  # weights: below, everything trains and is measured in minutes on a CPU
+LARGE = 3_000_000_000  # weights: from here on, half precision and new heads alone
 PROMPTS, PROMPTS_OF_SMALL = 32, 64  # for each accuracy, of large and of small bases
 _KNOWLEDGE = ("closed_book", "letter_choice", "option_text")
 _SENTENCES = 32
@@ -93,6 +96,11 @@ class Findings:
         """Whether everything trains in minutes on a CPU."""
         return self.parameters <= SMALL
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the base is kept in half precision, and only new heads train."""
+        return self.parameters >= LARGE
+
     def tokens_of(self, pairs: int) -> float:
         """Tokens of a prompt of so many pairs, by proportion."""
         return self.tokens * pairs / self.pairs
@@ -104,14 +112,7 @@ class Findings:
 
 
 def measure_base(model: str, data: str | None, tokenizer: str | None, trust_remote_code: bool, say: Say) -> Findings:
-    """Measure a base.
-
-    Args:
-        model: checkpoint folder or Hub id.
-        data: the user's file, or None.
-        tokenizer: folder or Hub id of the tokenizer; that of the model if None.
-        trust_remote_code: run modelling code that comes with the checkpoint.
-        say: called with a line for each measurement.
+    """Measure a base. The arguments are those of `surgery init`; `say` is called with a line for each measurement.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded, or no format can be written with the tokenizer.
@@ -127,7 +128,7 @@ def measure_base(model: str, data: str | None, tokenizer: str | None, trust_remo
         raise PlanError("MODEL", model, hint) from None
     check_splices(config)
     machine, parameters = find_machine(), sizes_of(meta_model(config, trust_remote_code)).parameters
-    if is_large(parameters):
+    if parameters >= LARGE:
         base = base.model_copy(update={"dtype": "bfloat16"})
     words = _tokenizer(base, config)
     check_vocabulary(words, config)
@@ -147,7 +148,9 @@ def measure_base(model: str, data: str | None, tokenizer: str | None, trust_remo
         form, pairs, share, ladder = _place(prober, screening, count)
         sizes = _possible(prober, form, pairs)
         known = known_tasks(prober, _KNOWLEDGE, count)
-        batch_size, speeds = _batch_size(prober, form, max(sizes), machine)
+        longest = prober.documents(form, max(sizes), 64)
+        batch_size, speeds = try_batch_sizes(lambda n: prober.answered(longest[:n], n), machine.memory // 2)
+        say(f"batch size {batch_size}: " + ", ".join(f"{n}: {speed:.0f} prompts/s" for n, speed in speeds.items()))
         sentences = [PROBES["perplexity"].generate(rng_of("init", 0, i), "eval", Options()) for i in range(_SENTENCES)]
         nats = perplexity(loaded, words, sentences, START)
         say(f"perplexity of {_SENTENCES} sentences: {nats:.3g}")
@@ -214,13 +217,34 @@ def _possible(prober: Prober, form: Format, pairs: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def _batch_size(prober: Prober, form: Format, pairs: int, machine: Machine) -> tuple[int, dict[int, float]]:
-    """Try batch sizes on the longest prompts that are evaluated."""
-    documents = prober.documents(form, pairs, 64)
+def try_batch_sizes(run: Callable[[int], object], room: int, largest: int = 64) -> tuple[int, dict[int, float]]:
+    """Find the batch size with the most prompts a second that fits the memory.
 
-    def run(size: int) -> None:
-        ranked(prober.model, query_batches(documents[:size], prober.tokenizer, size))
+    Doubles the size from 4. Stops where memory runs out, where the next size would take more than `room` bytes by the
+    growth so far, or where the rate grows by less than a tenth.
 
-    size, speeds = try_batch_sizes(run, machine.memory // 2)
-    prober.say(f"batch size {size}: " + ", ".join(f"{n}: {speed:.0f} prompts/s" for n, speed in speeds.items()))
-    return size, speeds
+    Returns:
+        The size, and prompts a second by size.
+
+    Raises:
+        SurgeryError: not even the smallest batch fits.
+    """
+    speeds: dict[int, float] = {}
+    size, before = 4, peak_bytes()
+    run(1)  # the first pass also initialises libraries
+    while size <= largest:
+        began = time.perf_counter()
+        try:
+            run(size)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            break
+        speeds[size] = size / (time.perf_counter() - began)
+        slower = len(speeds) > 1 and speeds[size] < 1.1 * speeds[size // 2]
+        if slower or 2 * (peak_bytes() - before) > room:
+            break
+        size *= 2
+    if not speeds:
+        raise SurgeryError("MODEL", "out of memory", "Not even 4 prompts fit. Use a larger machine or a smaller model.")
+    return max(speeds, key=lambda n: speeds[n]), speeds

@@ -21,7 +21,7 @@ from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.run.context import Reporter, Run, Silent
 from surgery.run.log import logged
-from surgery.run.sharing import find_origin, take_stage
+from surgery.run.sharing import find_origin, origin_text, take_stage
 from surgery.run.stage import Stage
 from surgery.run.stages import choose_stages, stages_of
 from surgery.train.training import make_accelerator
@@ -61,9 +61,8 @@ def run_pipeline(
     accelerator = make_accelerator()
     is_main = accelerator.is_main_process
     names = tuple(stage.name for stage in stages)
-    run = Run(
-        recipe, folder, accelerator, reporter if reporter is not None and is_main else Silent(), names, tuple(siblings)
-    )
+    shown = reporter if reporter is not None and is_main else Silent()
+    run = Run(recipe, folder, accelerator, shown, names, tuple(siblings))
     claim = to_yaml(recipe), overwrite, inputs_of(recipe, file)
     with hold(folder, "run folder") if is_main else nullcontext():
         if is_main:
@@ -78,18 +77,14 @@ def run_pipeline(
             changes = [] if is_replaced else run.rundir.changes(recipe)
             run.rundir.claim(*claim)
             if changes:
-                run.reporter.note("recipe", changes_text(changes))
+                listed = [*changes[:3], *([f"{len(changes) - 3} more"] if len(changes) > 3 else [])]
+                hint = "Stages that depend on it run again, others do not"
+                run.reporter.note("recipe", f"changed since the last run here: {'; '.join(listed)}. {hint}")
         accelerator.wait_for_everyone()
         with logged(run) if is_main else nullcontext():
             for stage in stages:
                 run_stage(run, stage, forced=stage.name == first)
     return run
-
-
-def changes_text(changes: Sequence[str], most: int = 3) -> str:
-    """Describe changes of a run's recipe in one line. See `RunDir.changes`."""
-    listed = [*changes[:most], *([f"{len(changes) - most} more"] if len(changes) > most else [])]
-    return f"changed since the last run here: {'; '.join(listed)}. Stages that depend on it run again, others do not"
 
 
 def check_inputs(run: Run) -> None:
@@ -113,10 +108,8 @@ def check_inputs(run: Run) -> None:
 def run_stage(run: Run, stage: Stage, forced: bool) -> None:
     """Run a stage, unless it is finished or can be taken from a sibling.
 
-    The `seconds` of its manifest are those of this session. If it resumed a training, they include the steps that
-    earlier sessions trained and the checkpoint has kept. So every step counts once: steps after the checkpoint were
-    lost, and are trained again. What every session repeats, such as loading the models, counts for this session alone,
-    and `train.check_every` of earlier sessions does not count. The reporter gets the seconds of this session.
+    The `seconds` of its manifest are those of this session, and of the steps of a training that earlier sessions left
+    in the checkpoint. So every step counts once. The reporter gets the seconds of this session.
     """
     is_main = run.accelerator.is_main_process
     decided: list[Any] = [None, ""]
@@ -153,5 +146,5 @@ def _skip(run: Run, stage: Stage, key: str) -> str:
     origin = find_origin(run, stage, key) if run.siblings else None
     if origin is None:
         return ""
-    take_stage(run, stage, key, origin)
-    return str(origin)
+    take_stage(run, stage, key, *origin)
+    return origin_text(*origin)

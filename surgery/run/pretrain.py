@@ -27,7 +27,7 @@ from transformers import __version__ as transformers_version
 
 from surgery.data.files import local_files
 from surgery.data.tokenizer import build_tokenizer
-from surgery.errors import RunError, SurgeryError
+from surgery.errors import RunError, SurgeryError, reading
 from surgery.evaluate.evaluation import evaluate_model, mark_seen
 from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import (
@@ -55,13 +55,7 @@ Progress = Callable[[int, int, str], None]
 def build_model(
     shape: TinyMamba2 | TinyMamba | TinyTransformer, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """Initialise a small model from its shape and a seed.
-
-    Args:
-        shape: section `model` of the recipe.
-        tokenizer: sets the vocabulary and the special tokens.
-        seed: seed of the initial weights.
-    """
+    """Initialise a small model from the section `model` of a recipe, with the tokenizer's vocabulary."""
     torch.manual_seed(seed)
     common = {
         "vocab_size": len(tokenizer),
@@ -70,29 +64,20 @@ def build_model(
         "eos_token_id": tokenizer.eos_token_id,
         "tie_word_embeddings": True,
     }
-    if not isinstance(shape, TinyTransformer):
-        return _mamba(shape, common)
-    sizes = shape.model_dump(exclude={"kind", "vocab_size", "looks_back"})
-    model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=bool(shape.looks_back), **common))
-    if shape.looks_back:
-        _look_back(model, shape.looks_back)
-    return model
-
-
-def _mamba(shape: TinyMamba2 | TinyMamba, common: Mapping[str, Any]) -> PreTrainedModel:
-    """Initialise a Mamba with a larger dt and a smaller A than usual, so that short runs learn.
-
-    With the usual initialisation (dt of 0.001 to 0.1, A of 1 to H), a head reads a hundredth as much from its state as
-    passes through the skip connection D, and only long runs overcome this.
-    """
-    sizes = shape.model_dump(exclude={"kind", "vocab_size", "time_step", "decay"})
-    low, high = shape.time_step
-    common = {**common, "time_step_min": low, "time_step_max": high}
+    common |= shape.model_dump(exclude={"kind", "vocab_size", "looks_back", "time_step", "decay"})
+    if isinstance(shape, TinyTransformer):
+        llama = LlamaForCausalLM(LlamaConfig(attention_bias=bool(shape.looks_back), **common))
+        if shape.looks_back:
+            _look_back(llama, shape.looks_back)
+        return llama
+    # With the usual initialisation (dt of 0.001 to 0.1, A of 1 to H), a head reads a hundredth as much from its state
+    # as passes through the skip connection D. Only long runs overcome this, so dt is larger here and A smaller.
+    common |= dict(zip(("time_step_min", "time_step_max"), shape.time_step, strict=True))
     model: PreTrainedModel
     if isinstance(shape, TinyMamba2):
-        model = Mamba2ForCausalLM(Mamba2Config(**sizes, num_heads=2 * shape.hidden_size // shape.head_dim, **common))
+        model = Mamba2ForCausalLM(Mamba2Config(num_heads=2 * shape.hidden_size // shape.head_dim, **common))
     else:
-        model = MambaForCausalLM(MambaConfig(**sizes, **common))
+        model = MambaForCausalLM(MambaConfig(**common))
     with torch.no_grad():
         for block in model.backbone.layers:
             a_log = block.mixer.A_log
@@ -128,7 +113,7 @@ def pretrain(
     """Pretrain a base from scratch, and write its checkpoint folder atomically.
 
     Args:
-        recipe: model, training and evaluation.
+        recipe: the validated recipe.
         folder: checkpoint folder. `FOLDER.steps` next to it has the checkpoints to resume from.
         progress: called after each step with its number, the number of steps and a note.
         overwrite: replace a model that this toolkit wrote into `folder`.
@@ -141,25 +126,20 @@ def pretrain(
     """
     with hold(folder, "--to"):
         if check_replaceable("--to", folder, "model", inputs_of(recipe, file)) and not overwrite:
-            raise RunError(
-                "--to", str(folder), "The folder already holds a model. Set another folder, or pass --overwrite."
-            )
+            hint = "The folder already holds a model. Set another folder, or pass --overwrite."
+            raise RunError("--to", str(folder), hint)
         _pretrain(recipe, folder, progress)
 
 
 def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -> None:
     accelerator = make_accelerator()
     if accelerator.num_processes > 1:
-        raise RunError(
-            "num_processes", accelerator.num_processes, "Pretraining runs in one process. Launch it without torchrun."
-        )
+        hint = "Pretraining runs in one process. Launch it without torchrun."
+        raise RunError("num_processes", accelerator.num_processes, hint)
     text = ""  # that the tokenizer is trained on, besides generated text
     if recipe.tokenizer_text is not None:
-        try:
+        with reading("tokenizer_text", recipe.tokenizer_text, "Use a text file in UTF-8.", RunError):
             text = Path(recipe.tokenizer_text).read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as fault:
-            hint = f"Use a text file in UTF-8 ({fault})."
-            raise RunError("tokenizer_text", recipe.tokenizer_text, hint) from None
     tokenizer = build_tokenizer(recipe.model.vocab_size, text)
     model = build_model(recipe.model, tokenizer, recipe.seed)
     steps = folder.with_name(folder.name + ".steps")
@@ -227,14 +207,7 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
 def base_card(
     recipe: PretrainRecipe, scores: Mapping[str, Any], history: list[dict[str, float]], model: PreTrainedModel
 ) -> str:
-    """Render README.md of the checkpoint: command, time, versions, accuracy by step.
-
-    Args:
-        recipe: recipe of the pretraining.
-        scores: summaries of the evaluation by step.
-        history: losses and times of all steps.
-        model: the pretrained model.
-    """
+    """Render README.md of the checkpoint: command, time, versions, and `scores`, the evaluation by step."""
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "apache-2.0"}
     minutes = sum(h["seconds"] for h in history) / 60
     rows = {step: dict(entries(summary)) for step, summary in sorted(scores.items(), key=lambda s: int(s[0]))}

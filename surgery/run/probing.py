@@ -27,12 +27,7 @@ _TRIES = 8  # numbers of pairs to measure
 
 @dataclass(frozen=True)
 class Format:
-    """A text to retrieve from: a probe with its options.
-
-    Attributes:
-        task: name of the probe.
-        filler, value_digits: as in `Options`.
-    """
+    """A text to retrieve from: a probe with its options."""
 
     task: str
     filler: tuple[int, int] | None = None
@@ -40,7 +35,6 @@ class Format:
 
     @property
     def probe(self) -> Probe:
-        """The probe that generates the prompts."""
         return PROBES[self.task]
 
     @property
@@ -53,10 +47,6 @@ class Format:
         apart = f" with {self.filler[0]} to {self.filler[1]} words between key and value" if self.filler else ""
         digits = f" with {self.value_digits[0]} to {self.value_digits[1]} digits" if self.value_digits else ""
         return f"{self.task}{apart}{digits}"
-
-    def options(self, pairs: int, tokenizer: PreTrainedTokenizerBase) -> Options:
-        """Sizes of one prompt."""
-        return Options(pairs=pairs, filler=self.filler, value_digits=self.value_digits, tokenizer=tokenizer)
 
 
 # From the most to the least preferred. Pairs apart test retrieval itself: adjacent ones fit into a short convolution.
@@ -73,12 +63,7 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class Share:
-    """Prompts that a model answers.
-
-    Attributes:
-        right, prompts: number of right answers, and of prompts.
-        chance: share of guesses that are right.
-    """
+    """Number of right answers, of prompts, and the share of guesses that are right."""
 
     right: int
     prompts: int
@@ -86,7 +71,6 @@ class Share:
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers."""
         return self.right / self.prompts
 
     @property
@@ -107,13 +91,7 @@ def two_digits(share: float) -> str:
 
 @dataclass
 class Prober:
-    """Score a base on few prompts.
-
-    Attributes:
-        batch_size: prompts of one forward pass.
-        context: maximum tokens of the model; no limit if None.
-        say: called with a line for each measurement.
-    """
+    """Score a base on few prompts. `context` is the maximum number of tokens; no limit if None."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -131,7 +109,8 @@ class Prober:
         low, high = form.probe.pairs or (pairs, pairs)
         if not low <= pairs <= high:
             raise ProbeError("pairs", pairs, f"{form.task} takes {low} to {high}.")
-        documents = prompts_of(form.probe, "init", 0, count, form.options(pairs, self.tokenizer))
+        options = Options(pairs=pairs, filler=form.filler, value_digits=form.value_digits, tokenizer=self.tokenizer)
+        documents = prompts_of(form.probe, "init", 0, count, options)
         longest = max(documents, key=lambda document: len(document.text))
         tokens = len(tokenized(self.tokenizer, [longest.text])[0].ids)
         if self.context is not None and tokens > self.context:
@@ -150,9 +129,9 @@ class Prober:
             self.say(f"{form}: {pairs} pairs, {share}")
         return self.shares[form, pairs]
 
-    def answered(self, documents: Sequence[Document]) -> Share:
+    def answered(self, documents: Sequence[Document], batch_size: int | None = None) -> Share:
         """Rank the choices of these documents."""
-        correct = ranked(self.model, query_batches(documents, self.tokenizer, self.batch_size)).correct
+        correct = ranked(self.model, query_batches(documents, self.tokenizer, batch_size or self.batch_size)).correct
         chance = sum(1 / len(document.questions[-1].choices) for document in documents) / len(documents)
         return Share(int(correct.sum()), len(documents), chance)
 
@@ -204,23 +183,17 @@ def find_pairs(accuracy: Callable[[int], float], most: int = 100) -> tuple[int, 
     """Find a number of pairs that a base answers in .60 to .95 of the prompts, as close to .80 as few tries come.
 
     Doubles or halves the number from 8 until the accuracy crosses .80, then bisects between a number that is too easy
-    and one that is too hard.
-
-    Args:
-        accuracy: measures a number of pairs. Raises ProbeError for a number that cannot be measured.
-        most: largest number.
+    and one that is too hard. `accuracy` raises ProbeError for a number that cannot be measured, and so does this
+    function if that is the smallest.
 
     Returns:
         The number, and all accuracies by number of pairs. If none is in the range, that with the closest accuracy.
-
-    Raises:
-        ProbeError: not even the smallest number can be measured.
     """
     measured: dict[int, float] = {}
     too_many = most + 1
 
-    def measure(pairs: int) -> float | None:
-        """Measure a number of pairs; None if there is no such number."""
+    def measure(pairs: int) -> float:
+        """Measure a number of pairs; 0 if there is no such number."""
         nonlocal too_many
         try:
             measured[pairs] = accuracy(pairs)
@@ -228,13 +201,11 @@ def find_pairs(accuracy: Callable[[int], float], most: int = 100) -> tuple[int, 
             if pairs <= LEAST:
                 raise
             too_many = min(too_many, pairs)
-            return None
-        return measured[pairs]
+        return measured.get(pairs, 0.0)
 
     pairs = START
     while True:
-        value = measure(pairs)
-        upward = value is not None and value > AIM
+        upward = measure(pairs) > AIM
         following = min(2 * pairs, too_many - 1) if upward else max(pairs // 2, LEAST)
         if following in measured or following >= too_many:
             break

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from surgery.errors import SurgeryError, TrainingDiverged
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.files.lock import hold
@@ -27,7 +25,7 @@ from surgery.report.sweep_report import point_of, summarize, write_sweep_page
 from surgery.run.context import Reporter, Run
 from surgery.run.folder import RunDir
 from surgery.run.pipeline import check_inputs, run_pipeline
-from surgery.run.sharing import Origin, find_origin, key_with_choice
+from surgery.run.sharing import find_origin, key_with_choice, origin_text
 from surgery.run.stage import Stage
 from surgery.run.stages import stages_of
 from surgery.train.training import make_accelerator
@@ -48,9 +46,7 @@ def run_sweep(
     Args:
         grid: the recipes.
         folder: folder of the sweep. The runs are folders inside.
-        overwrite: remove runs of other recipes from the folders of the runs.
-        reporter: receives progress.
-        file: the recipe's file.
+        overwrite, reporter, file: as in `run_pipeline`.
 
     Returns:
         Content of `sweep.json`. Empty on processes other than the first.
@@ -58,14 +54,20 @@ def run_sweep(
     Raises:
         SurgeryError: a recipe does not fit the model, a folder cannot be used, or a run fails.
     """
-    accelerator = make_accelerator()
-    is_main = accelerator.is_main_process
+    is_main = make_accelerator().is_main_process
     diverged: dict[str, TrainingDiverged] = {}
     summary: dict[str, Any] = {}
     with hold(folder, "sweep folder") if is_main else nullcontext():
         if is_main:
             _check_folders(grid, folder, overwrite, file)
-        _check_runs(grid, folder, accelerator)
+        previous: Run | None = None
+        for recipe in grid.recipes:
+            run = _run(recipe, folder)
+            if previous is not None:
+                run.share_models(previous)
+            with naming(_values_of(grid, recipe)):
+                check_inputs(run)
+            previous = run
         if is_main:
             folder.mkdir(parents=True, exist_ok=True)
             mark(folder, "sweep")
@@ -81,9 +83,8 @@ def run_sweep(
             summary = _write(grid, folder, diverged)
     if diverged:
         name, cause = next(iter(diverged.items()))
-        raise TrainingDiverged(
-            f"{len(diverged)} of {len(grid.recipes)} runs diverged, such as {name}", None, str(cause)
-        )
+        what = f"{len(diverged)} of {len(grid.recipes)} runs diverged, such as {name}"
+        raise TrainingDiverged(what, None, str(cause))
     return summary
 
 
@@ -98,11 +99,10 @@ def plan_sweep(grid: Grid, folder: Path, overwrite: bool = False, file: Path | N
         SurgeryError: as `run_sweep`, if it can be seen without weights.
     """
     _check_folders(grid, folder, overwrite, file)
-    accelerator = make_accelerator()
     known: dict[tuple[str, str], str] = {}
     runs = {}
     for recipe in grid.recipes:
-        run = _run(recipe, folder, accelerator)
+        run = _run(recipe, folder)
         with naming(_values_of(grid, recipe)):
             for stage in stages_of(recipe):
                 stage.check_configs(run)
@@ -115,9 +115,9 @@ def plan_sweep(grid: Grid, folder: Path, overwrite: bool = False, file: Path | N
     return {"runs": runs, "controls": controls}
 
 
-def _run(recipe: Recipe, folder: Path, accelerator: Accelerator) -> Run:
+def _run(recipe: Recipe, folder: Path) -> Run:
     path, names = folder / recipe.name, tuple(stage.name for stage in stages_of(recipe))
-    return Run(recipe, path, accelerator, stages=names, siblings=_siblings(path))
+    return Run(recipe, path, make_accelerator(), stages=names, siblings=_siblings(path))
 
 
 def _siblings(path: Path) -> tuple[Path, ...]:
@@ -137,23 +137,11 @@ def _check_folders(grid: Grid, folder: Path, overwrite: bool, file: Path | None)
         RunDir(folder / recipe.name).check(to_yaml(recipe), overwrite, inputs_of(recipe, file))
 
 
-def _check_runs(grid: Grid, folder: Path, accelerator: Accelerator) -> None:
-    """Check models, heads and data of all runs. Equal bases are loaded once."""
-    previous: Run | None = None
-    for recipe in grid.recipes:
-        run = _run(recipe, folder, accelerator)
-        if previous is not None:
-            run.share_models(previous)
-        with naming(_values_of(grid, recipe)):
-            check_inputs(run)
-        previous = run
-
-
 def _planned_stages(run: Run, known: dict[tuple[str, str], str], grid: Grid) -> dict[str, str]:
-    """Predict each stage of a run.
+    """Predict each stage of a run, and add it to `known`.
 
     `known` has the run that computes a stage first, by name and predicted key of the stage: a key with those of earlier
-    stages in the place of the hashes of their files. This run's stages are added.
+    stages in the place of the hashes of their files.
     """
     planned: dict[str, str] = {}
     inputs: dict[str, str] = {}
@@ -167,25 +155,27 @@ def _planned_stages(run: Run, known: dict[tuple[str, str], str], grid: Grid) -> 
             finished |= set(outputs)
         else:
             origin = (find_origin(run, stage, key) if key else None) or _earlier(run, stage, predicted, known, grid)
-            planned[stage.name] = str(origin or "run")
+            planned[stage.name] = "run" if origin is None else origin_text(*origin)
         known.setdefault((stage.name, predicted), run.recipe.name)
         inputs |= dict.fromkeys(outputs, predicted)
     return planned
 
 
-def _earlier(run: Run, stage: Stage, predicted: str, known: dict[tuple[str, str], str], grid: Grid) -> Origin | None:
+def _earlier(
+    run: Run, stage: Stage, predicted: str, known: dict[tuple[str, str], str], grid: Grid
+) -> tuple[Path, bool] | None:
     """Find an earlier run of this sweep that will have computed this stage."""
     if not stage.is_shared or not stage.outputs(run.recipe):
         return None
     if (stage.name, predicted) in known:
-        return Origin(run.folder.parent / known[stage.name, predicted])
+        return run.folder.parent / known[stage.name, predicted], False
     splice = run.recipe.splice
     for other in grid.recipes if stage.name == "locate" else ():
         if splice is None or other.splice is None or not can_choose_again(other.splice, splice, run.recipe.locate):
             continue
         measured = known.get((stage.name, key_with_choice(run, stage, other.splice)))
         if measured is not None:
-            return Origin(run.folder.parent / measured, chosen_again=True)
+            return run.folder.parent / measured, True
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from surgery.errors import RunError, reading
@@ -19,68 +19,53 @@ from surgery.run.stage import Stage
 from surgery.types import head_set_from_json
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a stage is taken from.
-
-    Attributes:
-        folder: run folder.
-        chosen_again: True if the stage is locate, and its heads were measured there but chosen differently.
-    """
-
-    folder: Path
-    chosen_again: bool = False
-
-    def __str__(self) -> str:
-        return f"{'scores' if self.chosen_again else 'copied'} from {self.folder.name}"
+def origin_text(folder: Path, chosen_again: bool) -> str:
+    """Describe where a stage is taken from."""
+    return f"{'scores' if chosen_again else 'copied'} from {folder.name}"
 
 
-def find_origin(run: Run, stage: Stage, key: str) -> Origin | None:
-    """Find a run in `run.siblings` with a finished stage that this run can take.
-
-    Args:
-        run: the run that needs the stage.
-        stage: the stage.
-        key: its key in `run`.
+def find_origin(run: Run, stage: Stage, key: str) -> tuple[Path, bool] | None:
+    """Find a run in `run.siblings` with a finished stage that this run, where the stage has this key, can take.
 
     Returns:
-        A run that finished the stage with the same key and unchanged outputs. For locate also a run that measured the
-        same and whose heads can be chosen again. None if there is neither.
+        The folder of a run that finished the stage with the same key and unchanged outputs, and False; for locate also
+        one of a run that measured the same and whose heads can be chosen again, and True. None if there is neither.
     """
     outputs = stage.outputs(run.recipe)
     if not stage.is_shared or not outputs:
         return None
     for folder in run.siblings:
         if RunDir(folder).is_fresh(stage.name, key, outputs):
-            return Origin(folder)
+            return folder, False
     if stage.name == "locate":
         for folder, measured in _measured(run):
             if RunDir(folder).is_fresh(stage.name, key_with_choice(run, stage, measured), outputs):
-                return Origin(folder, chosen_again=True)
+                return folder, True
     return None
 
 
-def take_stage(run: Run, stage: Stage, key: str, origin: Origin) -> None:
+def take_stage(run: Run, stage: Stage, key: str, folder: Path, chosen_again: bool) -> None:
     """Write the outputs of a stage from those of another run, and its manifest. Takes the time of the other run."""
-    other = RunDir(origin.folder)
-    manifest = other.manifest(stage.name)
+    manifest = RunDir(folder).manifest(stage.name)
     assert manifest is not None
     run.rundir.forget(stage.name)
-    if origin.chosen_again:
+    if chosen_again:
         recipe, sites = run.recipe, family_of(run.config).sites(run.config)
         assert recipe.splice is not None
-        heads, cost = (read_json(origin.folder / name) for name in ("heads.json", "locate.json"))
+        heads, cost = (read_json(folder / name) for name in ("heads.json", "locate.json"))
         measured = replace(head_set_from_json(heads), cost=cost)
         write_heads(run, choose_again(measured, sites, recipe.splice, recipe.locate, recipe.seed))
     else:
         for name in stage.outputs(run.recipe):
-            copy_entry(origin.folder / name, run.folder / name)
+            copy_entry(folder / name, run.folder / name)
         for name in stage.extras:
-            if (origin.folder / name).is_dir():
-                copy_entry(origin.folder / name, run.folder / name)
+            if (folder / name).is_dir():
+                copy_entry(folder / name, run.folder / name)
             else:
                 delete(run.folder / name)
-    run.rundir.finish(stage.name, key, stage.outputs(run.recipe), manifest["seconds"], str(origin))
+    run.rundir.finish(
+        stage.name, key, stage.outputs(run.recipe), manifest["seconds"], origin_text(folder, chosen_again)
+    )
 
 
 def key_with_choice(run: Run, stage: Stage, choice: Splice) -> str:

@@ -33,16 +33,10 @@ def estimate_time(
     base: Build,
     accelerator: Accelerator,
 ) -> dict[str, Any] | None:
-    """Estimate the seconds of training, for all arms.
+    """Estimate the seconds of training, for all arms, from the cost of a step of every stage.
 
-    Args:
-        recipe: with `hardware.tflops`, the time follows from the FLOPs. Otherwise a few steps are run on this machine.
-        costs: cost of a step of every stage.
-        tokenizer: of the documents.
-        plan: the spliced heads.
-        hybrid: builds the hybrid on the meta device.
-        base: builds the frozen base on the meta device.
-        accelerator: device to run on.
+    With `hardware.tflops` the time follows from the FLOPs. Otherwise a few steps are run on this machine. `hybrid` and
+    `base` build the models on the meta device.
 
     Returns:
         `seconds` of the training, `step`: seconds of the longest step, `measured_on`: the device, or "" with
@@ -54,7 +48,7 @@ def estimate_time(
         measured_on, load = "", 0.0
     else:
         device = accelerator.device.type
-        fits = all(cost.memory.total <= _MOST_BYTES and cost.flops <= _MOST_FLOPS.get(device, 0.0) for _, cost in costs)
+        fits = all(cost.total <= _MOST_BYTES and cost.flops <= _MOST_FLOPS.get(device, 0.0) for _, cost in costs)
         # Compiling takes longer than the steps, and a teacher would need its weights.
         if not fits or recipe.train.compile or recipe.train.needs_teacher or recipe.hardware.count > 1:
             return None
@@ -85,9 +79,7 @@ def _timed(
     else:
         train = train.model_copy(update=short)
     frozen = _random(base()).to(accelerator.device) if "base.logits" in train.needs else None
-    history = train_model(
-        _random(hybrid()), tokenizer, train, plan, frozen, recipe.seed, None, accelerator, control=False
-    )
+    history = train_model(_random(hybrid()), tokenizer, train, plan, frozen, recipe.seed, None, accelerator)
     entries = [history[i : i + STEPS] for i in range(0, len(history), STEPS)]
     return [statistics.median(entry["seconds"] for entry in stage[1:]) for stage in entries]
 

@@ -182,7 +182,7 @@ def train_arm(
                 delete(other)
         if not is_control and not checkpoints.is_dir():
             delete(run.folder / ADAPTERS)  # of an earlier training
-    watch = Watch(run, model, name, section)
+    watch = Watch(run, model, section)
     history = train_model(
         model,
         run.tokenizer(),

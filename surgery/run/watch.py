@@ -21,18 +21,12 @@ class Watch:
 
     A stage counts with its largest number of steps until its plateau is found.
 
-    Args:
-        run: the run.
-        model: the model that is trained.
-        name: of its arm.
-        section: the section `train` that it is trained with.
-
     Attributes:
         num_steps: number of steps that this session has trained.
     """
 
-    def __init__(self, run: Run, model: PreTrainedModel, name: str, section: Train) -> None:
-        self.run, self.model, self.name, self.section = run, model, name, section
+    def __init__(self, run: Run, model: PreTrainedModel, section: Train) -> None:
+        self.run, self.model, self.section = run, model, section
         self.accuracy, self.num_steps = "", 0
         self.prompts = located_prompts(run, "watch", _WATCHED, run.recipe.locate.pairs)
         self._recent: list[tuple[float, float]] = []

@@ -40,9 +40,7 @@ def check_installed(recipe: Recipe) -> None:
 def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]:
     """Check the base, the heads and the data of a recipe. Loads no weights and sends no request.
 
-    Args:
-        recipe: the validated recipe.
-        file: the recipe's file. Configs of models on the Hub are looked up in `configs/` next to it.
+    Configs of models on the Hub are looked up in `configs/` next to the recipe's file.
 
     Returns:
         What was not checked, one text each.
@@ -142,15 +140,8 @@ def at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
     cached = cached_folder(base.model, "config.json", base.revision)
     if Path(local_path(base.model)).exists() or cached is not None:
         return base.model_copy(update={"model": str(cached or base.model)}), ""
-    owner, _, name = base.model.partition("/")
-    local = path.parent / "configs" / name if path is not None else None
-    if (
-        local is None
-        or not name
-        or "/" in name
-        or owner.startswith((".", "~"))
-        or not (local / "config.json").is_file()
-    ):
+    local = path.parent / "configs" / base.model.partition("/")[2] if path is not None else None
+    if local is None or not is_hub_id(base.model) or not (local / "config.json").is_file():
         return base, ""
     return base.model_copy(update={"model": str(local)}), str(local)
 

@@ -54,9 +54,7 @@ def save_checkpoint(
 ) -> None:
     """Write `step_*/` in the stage's folder atomically, then delete all but the two newest. All processes must call it.
 
-    Args:
-        step: number of finished steps.
-        state: data that JSON can store. `of` identifies the training.
+    `step` is the number of finished steps. `state` is stored as JSON; its `of` identifies the training.
 
     Raises:
         RunError: the disk is full. The older checkpoint is not deleted.
@@ -93,16 +91,11 @@ def load_checkpoint(
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint of the stage's folder that can be read. All processes must call it.
 
-    Args:
-        model: its parameters are overwritten.
-        optimizer: its state is overwritten.
-        identity: must be equal to `of` in the state.
-
     Returns:
         The state of the checkpoint; None if there is none.
 
     Raises:
-        RunError: the checkpoint belongs to another training.
+        RunError: the checkpoint belongs to another training: `of` of its state is not `identity`.
     """
     set_aside_broken(folder, accelerator)
     if not checkpoints(folder):

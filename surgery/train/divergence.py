@@ -90,7 +90,7 @@ class TopK:
 def divergence(
     student_NV: Tensor, teacher: Tensor | TopK, kind: Kind, temperature: float = 1.0, rows_M: Tensor | None = None
 ) -> Tensor:
-    """Compute the divergence of each row. Only the student gets a gradient.
+    """Compute the divergence of each row, (M,) in fp32 or more. Only the student gets a gradient.
 
     Args:
         student_NV: logits of the student.
@@ -98,9 +98,6 @@ def divergence(
         kind: name of a formula of this module.
         temperature: both logits are divided by it.
         rows_M: indices of the rows to compare; all by default.
-
-    Returns:
-        (M,) in fp32 or more.
     """
     if isinstance(teacher, Tensor):
         return _Divergence.apply(student_NV, teacher.detach(), rows_M, kind, temperature)  # type: ignore[no-any-return]

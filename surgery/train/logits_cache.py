@@ -56,10 +56,6 @@ class LogitsCache:
         self._claim(dict(identity), main)
         self._index()
 
-    def __len__(self) -> int:
-        """Number of documents in the cache."""
-        return len(self._places.keys() | self._pending.keys())
-
     def get(self, batch: EncodedBatch) -> TopK | None:
         """Read the logits of a batch.
 
@@ -122,12 +118,13 @@ class LogitsCache:
         self._index()
 
     def _claim(self, identity: dict[str, Any], main: bool) -> None:
+        """Check that the folder is a cache of this identity, or make it one."""
         path = self.folder / "cache.json"
         if self.folder.exists() and not path.exists() and not all(map(leftover_of, self.folder.iterdir())):
             raise RunError("train.distil.cache", str(self.folder), "The folder holds other files. Delete or move it.")
         if path.exists():
-            stored = read_mapping(path)  # empty if it is damaged
-            if not stored:
+            stored = read_mapping(path)
+            if not stored:  # it is damaged
                 raise RunError("train.distil.cache", str(path), f"It is damaged. Delete {self.folder}")
             different = sorted(k for k in stored.keys() | identity.keys() if stored.get(k) != identity.get(k))
             if different:

@@ -74,16 +74,13 @@ class Adapters:
         """Raise RecipeError if an adapter has no gradient after a backward pass, because a kernel bypassed it."""
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name and parameter.grad is None:
-                hint = (
-                    "A kernel reads this layer's weight directly, so the adapter gets no gradient. Remove this target."
-                )
+                hint = "A kernel reads this layer's weight, so the adapter gets no gradient. Remove this target."
                 raise RecipeError("train.lora.targets", name.split(".lora_")[0], hint)
 
     def save(self, folder: Path, base: str) -> None:
         """Write adapters and spliced heads for `PeftModel.from_pretrained(spliced_model, folder)`, atomically.
 
-        Args:
-            base: path or id of the spliced model, for `adapter_config.json`.
+        `base` is the path or id of the spliced model.
         """
         new_heads = list(new_modules(self.model))
         inside = tuple(f"{name}." for name in new_heads)
@@ -101,11 +98,7 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self, unquantized: Mapping[str, nn.Linear]) -> None:
-        """Add every adapter to its layer's weight and remove it. Silenced heads stay silent.
-
-        Args:
-            unquantized: layers by name that take the place of quantized ones.
-        """
+        """Add every adapter to its layer's weight, or to that of the unquantized layer, and remove it."""
         from peft.tuners.lora import LoraLayer
 
         for name, module in list(self.model.named_modules()):
@@ -117,8 +110,7 @@ class Adapters:
                 else:
                     delta: Tensor = module.get_delta_weight("default").to(layer.weight.device)  # type: ignore[attr-defined]
                     layer.weight.copy_(layer.weight.to(delta.dtype) + delta)
-                parent, _, last = name.rpartition(".")
-                setattr(self.model.get_submodule(parent), last, layer)
+                self.model.set_submodule(name, layer)
         for hook in self._hooks:
             hook.remove()
         for graft in self._silent:
@@ -127,9 +119,6 @@ class Adapters:
 
 def adapter_targets(model: PreTrainedModel, section: Lora) -> list[str]:
     """Return the full names of the layers that get an adapter, none of them inside a spliced head.
-
-    Args:
-        model: a hybrid or its base, which may be on the meta device.
 
     Raises:
         RecipeError: a target matches no linear layer, or its weight is that of the input embeddings.

@@ -31,15 +31,10 @@ LEAST_ATTENTION = 1e-30
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Logits of some tokens of a batch.
+    """Logits of some tokens of a batch."""
 
-    Attributes:
-        values: (M,V).
-        rows: (M,) indices of the tokens in the flattened batch, in order.
-    """
-
-    values: Tensor
-    rows: Tensor
+    values: Tensor  # (M,V)
+    rows: Tensor  # (M,) indices of the tokens in the flattened batch, in order
 
 
 def answer_tokens(batch: EncodedBatch) -> Tensor:

@@ -34,23 +34,15 @@ Counts = Mapping[tuple[int, str], float]  # index of a source, objective -> numb
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Documents of one forward and backward pass.
+    """Documents of one forward and backward pass."""
 
-    Attributes:
-        batch: the documents as tensors. With several sources, `batch.sources` has the source of each token.
-        sources: indices of the documents' sources in their stage.
-        counts: number of terms of each objective in the batch.
-        real: False for a placeholder on a process that has fewer micro-batches than others. It has no effect on the
-            gradient.
-    """
-
-    batch: EncodedBatch
-    sources: tuple[int, ...]
-    counts: Counts
-    real: bool = True
+    batch: EncodedBatch  # with several sources, `batch.sources` has the source of each token
+    sources: tuple[int, ...]  # indices of the documents' sources in their stage
+    counts: Counts  # number of terms of each objective
+    real: bool = True  # False for a placeholder on a process with fewer micro-batches than others: it has no gradient
 
     def pin_memory(self) -> MicroBatch:
-        """Copy the tensors into page-locked memory, from which a GPU reads without blocking the host."""
+        """Copy into page-locked memory, from which a GPU reads without blocking the host."""
         return replace(self, batch=self.batch.pin_memory())
 
     def within(self, tokens: int | None) -> Iterator[MicroBatch]:
@@ -69,24 +61,15 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepSplit:
-    """How the documents of a step are put into passes.
+    """How the documents of a step are put into passes."""
 
-    Attributes:
-        sources: of the stage.
-        rank, world: this process and the number of processes, which share the documents.
-        limit: largest number of documents in a pass; all if None.
-        packing: put several documents into one row.
-        in_step: all processes run the same number of passes, to gather sharded weights together.
-        pass_cost: tokens of padding that may save a pass.
-    """
-
-    sources: Sequence[Source]
-    rank: int = 0
-    world: int = 1
-    limit: int | None = None
-    packing: bool = False
-    in_step: bool = False
-    pass_cost: int = PASS_COST_ON_CPU
+    sources: Sequence[Source]  # of the stage
+    rank: int = 0  # of this process
+    world: int = 1  # number of processes, which share the documents
+    limit: int | None = None  # largest number of documents in a pass; all if None
+    packing: bool = False  # put several documents into one row
+    in_step: bool = False  # all processes run the same number of passes, to gather sharded weights together
+    pass_cost: int = PASS_COST_ON_CPU  # tokens of padding that may save a pass
 
     def __call__(self, documents: Sequence[Sequence[Document]], tokenizer: PreTrainedTokenizerBase) -> list[MicroBatch]:
         """Encode this process's share of the documents of a step, by source, and put them into passes on the CPU."""
@@ -161,11 +144,8 @@ def step_counts(
 ) -> dict[tuple[int, str], float]:
     """Count the terms of every objective in the whole step, by source, as the share of one process.
 
-    Args:
-        spliced: True if the model has spliced heads. Otherwise objectives that need a splice may have no terms.
-
     Raises:
-        RunError: an objective has no terms in the whole step.
+        RunError: an objective has no terms. In a model that is not `spliced`, those that need a splice may have none.
     """
     totals = {(i, name): 0.0 for i, source in enumerate(sources) for name in source.weights.at(0.5)}
     for part in micro_batches:

@@ -1,6 +1,6 @@
 """Training objectives, one class each. Schema, counts, labels and cost estimates are derived from these classes.
 
-A recipe is validated against this module, so importing it does not load torch. The formulas are in `losses`.
+A recipe is validated against this module, so it does not import torch. The formulas are in `losses`.
 Shape legend: B documents, T tokens, R reads (one for each answer token), H spliced heads of a layer, V vocabulary, D
 model width.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from surgery.errors import RecipeError
 from surgery.recipe.objectives import NEEDS, OBJECTIVES, ObjectiveInfo
@@ -105,6 +107,11 @@ def register_objective(name: str) -> Callable[[O], O]:
     return register
 
 
+def _losses() -> ModuleType:
+    """The formulas. A recipe is validated without them, since they import torch."""
+    return import_module("surgery.train.losses")
+
+
 class _PerToken(Objective):
     """An objective with one term for each token."""
 
@@ -120,14 +127,10 @@ class Answer(Objective):
     in_nats = takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
-        from surgery.train.losses import answer_tokens
-
-        return int(answer_tokens(batch).sum())
+        return int(_losses().answer_tokens(batch).sum())
 
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        from surgery.train.losses import answer_loss
-
-        return answer_loss(inputs.model.logits, inputs.batch, inputs.weights)
+        return _losses().answer_loss(inputs.model.logits, inputs.batch, inputs.weights)
 
 
 @register_objective("attention")
@@ -138,26 +141,29 @@ class Attention(Objective):
     takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
-        from surgery.train.losses import has_gold_positions
-
-        return int(has_gold_positions(batch).sum())
+        return int(_losses().has_gold_positions(batch).sum())
 
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        from surgery.train.losses import attention_loss
+        return _losses().attention_loss(inputs.model.attention, inputs.reads, inputs.batch, inputs.weights)
 
-        return attention_loss(inputs.model.attention, inputs.reads, inputs.batch, inputs.weights)
+
+class _Divergence(_PerToken):
+    """Divergence from the next-token distribution of another model."""
+
+    other: Literal["base", "teacher"]
+    in_nats = uses_temperature = takes_weights = True
+
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        target = getattr(inputs, self.other).logits
+        return _losses().divergence_loss(inputs.model.logits, target, inputs.batch, inputs.distil, inputs.weights)
 
 
 @register_objective("base_kl")
-class BaseKL(_PerToken):
+class BaseKL(_Divergence):
     description = "Divergence from the frozen base's next-token distribution, on every token."
     needs = ("base.logits",)
-    in_nats = starts_at_zero = uses_temperature = takes_weights = True
-
-    def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        from surgery.train.losses import divergence_loss
-
-        return divergence_loss(inputs.model.logits, inputs.base.logits, inputs.batch, inputs.distil, inputs.weights)
+    other = "base"
+    starts_at_zero = True
 
 
 @register_objective("lm")
@@ -169,21 +175,14 @@ class LanguageModelling(Objective):
         return int(batch.same_document.sum())
 
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        from surgery.train.losses import lm_loss
-
-        return lm_loss(inputs.model.logits, inputs.batch, inputs.weights)
+        return _losses().lm_loss(inputs.model.logits, inputs.batch, inputs.weights)
 
 
 @register_objective("distil")
-class Distillation(_PerToken):
+class Distillation(_Divergence):
     description = "Divergence from the teacher's next-token distribution, on every token."
     needs = ("teacher.logits",)
-    in_nats = uses_temperature = takes_weights = True
-
-    def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        from surgery.train.losses import divergence_loss
-
-        return divergence_loss(inputs.model.logits, inputs.teacher.logits, inputs.batch, inputs.distil, inputs.weights)
+    other = "teacher"
 
 
 @register_objective("attention_kl")
@@ -199,9 +198,9 @@ class AttentionKL(Objective):
         return int((batch.read_query >= 0).sum())
 
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        from surgery.train.losses import attention_kl_loss
-
-        return attention_kl_loss(inputs.model.attention, inputs.teacher.attention, inputs.batch, inputs.weights)
+        return _losses().attention_kl_loss(
+            inputs.model.attention, inputs.teacher.attention, inputs.batch, inputs.weights
+        )
 
 
 @register_objective("attention_mse")
@@ -211,9 +210,7 @@ class AttentionMSE(_PerToken):
     reads_logits = "none"
 
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        from surgery.train.losses import attention_mse_loss
-
-        return attention_mse_loss(inputs.model.full_attention, inputs.teacher.full_attention, inputs.batch)
+        return _losses().attention_mse_loss(inputs.model.full_attention, inputs.teacher.full_attention, inputs.batch)
 
 
 @register_objective("hidden_mse")
@@ -223,6 +220,4 @@ class HiddenMSE(_PerToken):
     reads_logits = "none"
 
     def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        from surgery.train.losses import hidden_loss
-
-        return hidden_loss(inputs.model.hidden_states, inputs.teacher.hidden_states, inputs.batch)
+        return _losses().hidden_loss(inputs.model.hidden_states, inputs.teacher.hidden_states, inputs.batch)

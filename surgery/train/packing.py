@@ -40,12 +40,9 @@ def row_length(tokens: int) -> int:
 
 
 def first_fit(lengths: Sequence[int], longest: int) -> list[list[int]]:
-    """Assign documents of these lengths to rows of `longest` tokens by first-fit decreasing.
+    """Assign documents of these lengths to rows of `longest` tokens by first-fit decreasing: indices for each row.
 
     The result has at most 11/9 of the minimum number of rows, plus 2/3 (Dosa, 2007).
-
-    Returns:
-        For each row, the indices of its documents.
     """
     rows, room = list[list[int]](), list[int]()
     for document in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -106,24 +103,17 @@ def pack(batch: EncodedBatch) -> EncodedBatch:
 
 @contextmanager
 def separate_documents(model: nn.Module, documents_BT: Tensor | None) -> Iterator[None]:
-    """Keep the documents of a row separate in all forward passes inside.
+    """Keep the documents of a row (`EncodedBatch.documents`) separate in all forward passes inside. None does nothing.
 
     The arguments are passed to the model below the language modelling head, since some causal language models of
     transformers do not forward them. Padding is treated as one more document instead of being masked.
-
-    Args:
-        documents_BT: `EncodedBatch.documents`. None if every document has its own row.
     """
     if documents_BT is None:
         yield
         return
     body = _unwrapped(model).base_model
     arguments = _packing_arguments(body, documents_BT)
-
-    def add_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return args, {**kwargs, **arguments}
-
-    handle = body.register_forward_pre_hook(add_arguments, with_kwargs=True)
+    handle = body.register_forward_pre_hook(lambda _, args, kwargs: (args, {**kwargs, **arguments}), with_kwargs=True)
     try:
         yield
     finally:
@@ -151,14 +141,7 @@ def _packing_arguments(body: nn.Module, documents_BT: Tensor) -> dict[str, Any]:
 
 
 def packing_fault(models: Mapping[str, nn.Module]) -> str | None:
-    """Test that models keep the documents of a row separate.
-
-    Args:
-        models: name for the reason -> model.
-
-    Returns:
-        The reason why a model cannot be used with packing; None if all can.
-    """
+    """Test that models keep the documents of a row separate. Return the reason if one does not, with its name."""
     for name, model in models.items():
         try:
             inner = _unwrapped(model)

@@ -57,8 +57,7 @@ def find_plateau(history: Sequence[Mapping[str, float]], stage: TrainStage) -> i
 def num_steps_from(plateau: int, stage: TrainStage) -> int:
     """Number of steps of a stage with a plateau after `plateau` steps: these, and with `wsd` the decay.
 
-    The decay takes its share of all steps that are trained. So the rates are those of a stage without `plateau` that
-    has this number of steps.
+    The rates are those of a stage without `plateau` that has this number of steps.
     """
     return min(stage.num_steps, stage.end_after(plateau))
 

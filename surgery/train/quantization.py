@@ -104,25 +104,20 @@ def quantized(
                 weight = layer.weight if twin is None or not _equal(twin, layer) else twin.weight
                 if id(weight) not in made:
                     made[id(weight)] = _in_4_bits(layer, settings, device)
-                _replace(model, name, made[id(weight)])
+                model.set_submodule(name, made[id(weight)])
                 layer.cpu()
         yield originals[0]
     finally:
         for model, layers, home in zip(models, originals, homes, strict=False):
             for name, layer in layers.items():
-                _replace(model, name, layer)
+                model.set_submodule(name, layer)
             model.to(home)
 
 
 def resume_unquantized(model: PreTrainedModel, folder: Path, accelerator: Accelerator) -> None:
-    """Write the layers that a stage will quantize, or read them if the stage has begun.
+    """Write the layers that a stage will quantize into the folder of its checkpoints, or read them if it has begun.
 
-    Checkpoints hold no quantized layers. Call it if an earlier stage has changed these, so that they are written once,
-    by the main process.
-
-    Args:
-        model: the unquantized model. Its layers are overwritten if the stage has begun.
-        folder: folder of the stage's checkpoints.
+    Checkpoints hold no quantized layers. Call it if an earlier stage has changed these.
 
     Raises:
         RunError: the disk is full, or the file cannot be read.
@@ -166,8 +161,3 @@ def _in_4_bits(layer: nn.Linear, settings: BitsAndBytesConfig, device: torch.dev
 def _equal(layer: nn.Linear, other: nn.Linear) -> bool:
     pairs = [(layer.weight, other.weight), (layer.bias, other.bias)]
     return all(a is b or (a is not None and b is not None and torch.equal(a.cpu(), b.cpu())) for a, b in pairs)
-
-
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)

@@ -38,8 +38,8 @@ def twin(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
 def block_classes(model: PreTrainedModel) -> list[str]:
     """Class names of the blocks that are sharded one at a time: those with a mixer and without shared weights.
 
-    transformers' `_no_split_modules` is not used. It may name classes that a model lacks, which Accelerate refuses, and
-    blocks with shared weights, which torch refuses.
+    transformers' `_no_split_modules` may name classes that a model lacks, which Accelerate refuses, and blocks with
+    shared weights, which torch refuses.
     """
     paths = {spec.path.rpartition(".")[0] for spec in family_of(model.config).mixers(model.config)}
     blocks = [model.get_submodule(path) for path in paths]

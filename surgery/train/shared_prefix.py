@@ -25,13 +25,9 @@ from surgery.models.lookup import block_of, family_of
 _BASES: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 
 
-def share_weights(model: nn.Module, base: nn.Module) -> int:
-    """Store frozen parameters that are equal in both models once, in the model's memory, until `unshare_bases`.
-
-    Returns:
-        Number of bytes saved.
-    """
-    base_parameters, saved = dict(base.named_parameters()), 0
+def share_weights(model: nn.Module, base: nn.Module) -> None:
+    """Store frozen parameters that are equal in both models once, in the model's memory, until `unshare_bases`."""
+    base_parameters = dict(base.named_parameters())
     for name, parameter in model.named_parameters():
         other = base_parameters.get(name)
         if other is None or parameter.requires_grad or other.data_ptr() == parameter.data_ptr():
@@ -39,9 +35,7 @@ def share_weights(model: nn.Module, base: nn.Module) -> int:
         alike = (other.shape, other.dtype, other.device) == (parameter.shape, parameter.dtype, parameter.device)
         if alike and torch.equal(other, parameter):
             other.data = parameter.data
-            saved += parameter.nbytes
     _BASES.setdefault(model, WeakSet()).add(base)
-    return saved
 
 
 def unshare_bases(model: nn.Module) -> None:
@@ -88,11 +82,7 @@ class SharedPrefix:
 
     @torch.no_grad()
     def base_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Run the base and record the input of `layer` for the model.
-
-        Returns:
-            (B,T,V) logits of the base.
-        """
+        """Run the base, and record the input of `layer` for the model. Returns the logits (B,T,V) of the base."""
         self._below, self._tuples = None, set()
 
         def record_input(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -41,7 +41,7 @@ def steps_of(prepare: Prepare, steps: range, workers: int = 0, pin: bool = False
         prepare: makes one step, on the CPU.
         steps: numbers of the steps; after a resume they start later.
         workers: number of processes; with 0 each step is prepared in this process when it is needed.
-        pin: put the tensors into pinned memory, for a CUDA device. Objects of other classes need a method `pin_memory`.
+        pin: put the tensors into pinned memory, by the method `pin_memory` of what `prepare` makes.
 
     Raises:
         RunError: a worker was killed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -19,12 +20,12 @@ from surgery.recipe import TrainStage
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.train.checkpoints import checkpoints
 
-_WINDOW = 20  # steps in the means and minima
+_WINDOW = 20  # steps that all have to be high
 _FEW = 3  # steps in the mean that is compared with uniform guessing
 
 
 class StepLosses:
-    """Losses, tokens and gradient norm of one step. Starts to copy them to the host.
+    """Losses, tokens and gradient norm of one step. They are copied to the host, and waited for when they are read.
 
     Args:
         step: number of the step, from 1, over all stages.
@@ -51,41 +52,32 @@ class StepLosses:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradient are finite. Waits for the step."""
         return all(map(math.isfinite, self._read))
 
     def entry(self) -> dict[str, float]:
-        """Entry of the step in the history, with the sum of the losses as `loss`. Waits for the step."""
+        """Entry of the step in the history, with the sum of the losses as `loss`."""
         *losses, tokens, _ = self._read
         named = dict(zip(self.names, losses, strict=True))
         total = {"step": self.step, "loss": sum(losses)}
         return {**total, **named, "tokens": round(tokens), "seconds": round(self.seconds, 4)}
 
 
+@dataclass
 class StepLog:
-    """The history of a stage, with the steps whose losses were not read yet.
+    """The history of a stage, with the steps whose losses were not read yet."""
 
-    Args:
-        entries: those of all steps so far, earlier stages included; new ones are appended.
-        before: number of steps of earlier stages.
-        stage: with the weights of the losses.
-        vocab_size: of the model.
-        folder: folder of checkpoints, which errors name.
-    """
-
-    def __init__(
-        self, entries: list[dict[str, float]], before: int, stage: TrainStage, vocab_size: int, folder: Path | None
-    ) -> None:
-        self.entries, self.before, self.stage, self.vocab_size, self.folder = entries, before, stage, vocab_size, folder
-        self._unread: deque[StepLosses] = deque()
+    entries: list[dict[str, float]]  # of all steps so far, earlier stages included; new ones are appended
+    before: int  # number of steps of earlier stages
+    stage: TrainStage
+    vocab_size: int
+    folder: Path | None  # of checkpoints, which errors name
+    _unread: deque[StepLosses] = field(default_factory=deque)
 
     @property
     def of_stage(self) -> list[dict[str, float]]:
-        """Entries of this stage."""
         return [entry for entry in self.entries if entry["step"] > self.before]
 
     def add(self, losses: StepLosses) -> None:
-        """Append a finished step."""
         self._unread.append(losses)
 
     def check(self, losses: StepLosses) -> None:
@@ -115,19 +107,14 @@ def growing_loss(history: Sequence[Mapping[str, float]], stage: TrainStage, voca
     """Name the objective whose loss has grown, with its loss; None if no loss has.
 
     Later steps are compared with the first step, whose loss is that of the untrained weights. Documents differ in
-    difficulty, so a loss counts as grown in three cases only. Losses are in nats per token:
+    difficulty, so a loss counts as grown in two cases only. Losses are in nats per token:
 
     - Worse than uniform guessing: the mean of the last three steps is above log(vocabulary) and above twice the loss of
       the first step. Missing steps count as 0, so a single loss above three times this bound is enough.
-    - Never as low as at the start: each of the last 20 steps is more than one nat above twice the loss of the first
-      step.
-    - Growing: the weighted mean of the last 20 steps is more than one nat above twice that of the first 20.
+    - Never as low as at the start: each of the last 20 steps is more than one nat above twice the loss of the first.
 
-    The last two cases need constant weights, since sources differ in difficulty. An objective that starts at zero, such
+    The second case needs constant weights, since sources differ in difficulty. An objective that starts at zero, such
     as `base_kl`, is expected to grow, so only the first case applies. Objectives without `in_nats` are not checked.
-
-    Args:
-        history: entries of the steps of this stage, each with its weighted losses.
     """
     for name, objective in OBJECTIVES.items():
         if not objective.in_nats:
@@ -144,10 +131,6 @@ def growing_loss(history: Sequence[Mapping[str, float]], stage: TrainStage, voca
             continue
         if len(later) == _WINDOW and min(later) > 2 * first + scale:
             return _message(name, later[-1], first)
-        if len(history) >= 2 * _WINDOW:
-            before, after = ([h[name] for h in part] for part in (history[:_WINDOW], history[-_WINDOW:]))
-            if sum(after) > 2 * sum(before) + _WINDOW:
-                return _message(name, sum(after) / _WINDOW, sum(before) / _WINDOW)
     return None
 
 

@@ -23,29 +23,20 @@ from surgery.train.micro_batches import Counts
 from surgery.train.objectives import ObjectiveInputs, Outputs
 from surgery.train.packing import of_tokens, separate_documents
 from surgery.train.shared_prefix import SharedPrefix
-from surgery.train.teacher import Teacher
+from surgery.train.teacher import Teacher, layer_outputs
 from surgery.types import Graft
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Base, teacher and settings that the objectives of a stage compare the model with.
+    """Base, teacher and settings that the objectives of a stage compare the model with."""
 
-    Attributes:
-        distil: settings of divergences.
-        grafts: the spliced heads, by layer. Empty for a control and in pretraining.
-        base: the frozen base, for objectives that need `base.logits`.
-        prefix: the layers that the model shares with the base.
-        teacher: for objectives that need `teacher.*`.
-        cache: the teacher's logits on disk.
-    """
-
-    distil: Distil = field(default_factory=Distil)
-    grafts: tuple[Graft, ...] = ()
-    base: PreTrainedModel | None = None
-    prefix: SharedPrefix | None = None
+    distil: Distil = field(default_factory=Distil)  # settings of divergences
+    grafts: tuple[Graft, ...] = ()  # the spliced heads, by layer; none in a control and in pretraining
+    base: PreTrainedModel | None = None  # frozen
+    prefix: SharedPrefix | None = None  # the layers that the model shares with the base
     teacher: Teacher | None = None
-    cache: LogitsCache | None = None
+    cache: LogitsCache | None = None  # the teacher's logits on disk
 
     @property
     def frozen_models(self) -> tuple[PreTrainedModel | None, PreTrainedModel | None]:
@@ -119,20 +110,15 @@ class Targets:
 
     def _of_model(self, output: Any, batch: EncodedBatch, needs: Collection[str], rows: Tensor | None) -> Outputs:
         """Select the outputs that the objectives need."""
-        outputs = Outputs(output.logits if rows is None else LogitRows(output.logits[0], rows))
-        if "model.full_attention" in needs:
-            outputs = replace(outputs, full_attention=output.splice_attentions)
-        if "model.attention" in needs:
-            attention = output.splice_attentions
-            if "model.full_attention" in needs:
-                attention = [rows_at_queries(rows_BHTT, batch) for rows_BHTT in attention]
-            outputs = replace(outputs, attention=attention)
-        if "model.hidden_states" in needs:
-            states = output.hidden_states
-            if self.teacher is not None and self.teacher.layers:
-                states = self.teacher.student_hidden(states)
-            outputs = replace(outputs, hidden_states=states)
-        return outputs
+        logits = output.logits if rows is None else LogitRows(output.logits[0], rows)
+        full = output.splice_attentions if "model.full_attention" in needs else ()
+        attention = output.splice_attentions if "model.attention" in needs else ()
+        if full:
+            attention = [rows_at_queries(rows_BHTT, batch) for rows_BHTT in attention]
+        states = output.hidden_states if "model.hidden_states" in needs else ()
+        if states and self.teacher is not None and self.teacher.layers:
+            states = layer_outputs(self.teacher.student, states, self.teacher.layers)
+        return Outputs(logits, attention, full, states)
 
     def _of_teacher(self, batch: EncodedBatch, needs: set[str]) -> Outputs:
         """Run the teacher, unless its logits are on disk and nothing else is needed."""
@@ -152,8 +138,7 @@ class Targets:
 def _weighted(objective: Any, inputs: ObjectiveInputs, factors: Mapping[int, float]) -> Tensor:
     """Compute the loss of an objective, with the terms of each source multiplied by its factor.
 
-    Args:
-        factors: by index of the source; 0 for a source without the objective, whose tokens have no terms.
+    A factor of 0 is that of a source without the objective, whose tokens have no terms.
     """
     scale = 1.0
     if len(factors) == 1:

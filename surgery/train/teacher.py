@@ -91,25 +91,17 @@ class Teacher:
             if needs_attention:
                 stack.enter_context(self._recording(matrices))
             stack.enter_context(separate_documents(self.model, batch.documents))
-            output = model(
-                batch.input_ids,
-                attention_mask=batch.attention_mask,
-                use_cache=False,
-                output_hidden_states=needs_hidden,
-            )
-        full = self._aligned(matrices, batch.documents) if needs_attention else []
+            mask = batch.attention_mask
+            output = model(batch.input_ids, attention_mask=mask, use_cache=False, output_hidden_states=needs_hidden)
+        full, states = self._aligned(matrices, batch.documents) if needs_attention else [], list[Tensor]()
+        if needs_hidden:
+            states = layer_outputs(self.model.config, output.hidden_states, self.layers.values())
         return Outputs(
             logits=_resized(output.logits, self.student.vocab_size) if needs_logits else None,
             attention=[rows_at_queries(x, batch) for x in full] if "teacher.attention" in needs else (),
             full_attention=full,
-            hidden_states=(
-                layer_outputs(self.model.config, output.hidden_states, self.layers.values()) if needs_hidden else ()
-            ),
+            hidden_states=states,
         )
-
-    def student_hidden(self, hidden_states: Sequence[Tensor]) -> list[Tensor]:
-        """Select the outputs of the student's compared layers, (B,T,D) each, from its `hidden_states`."""
-        return layer_outputs(self.student, hidden_states, self.layers)
 
     @contextmanager
     def _recording(self, matrices: dict[int, Tensor]) -> Iterator[None]:
@@ -131,11 +123,12 @@ class Teacher:
 
     def _aligned(self, matrices: dict[int, Tensor], documents: Tensor | None) -> list[Tensor]:
         """Attention matrices of the teacher's aligned heads, (B,H,T,T) for each graft."""
-        by_graft = []
-        for heads, offsets in zip(self.heads, self._offsets, strict=True):
-            pairs = zip(heads, offsets, strict=True)
-            by_graft.append(torch.stack([_shifted(matrices[h.layer][:, h.head], by, documents) for h, by in pairs], 1))
-        return by_graft
+        return [
+            torch.stack(
+                [_shifted(matrices[h.layer][:, h.head], by, documents) for h, by in zip(*pairs, strict=True)], 1
+            )
+            for pairs in zip(self.heads, self._offsets, strict=True)
+        ]
 
 
 def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
@@ -171,10 +164,7 @@ def check_teacher(
     align: Align,
     needs: Collection[str],
 ) -> None:
-    """Check what objectives need of a teacher with this config, except single heads.
-
-    Args:
-        student: the student's config, or that of its base: both have the same layers and width.
+    """Check what objectives need of a teacher, except single heads. `student` may be the config of its base.
 
     Raises:
         RecipeError: the teacher lacks tokens or layers, has another width, or its attention is unknown.
@@ -200,10 +190,7 @@ def _attention_of(teacher: PreTrainedConfig) -> dict[int, MixerSpec]:
 def _aligned_heads(
     mixers: dict[int, MixerSpec], grafts: Sequence[Graft], align: Align
 ) -> tuple[tuple[HeadId, ...], ...]:
-    """Find the teacher's head for every spliced head.
-
-    That is the head that `align` names, otherwise the donor of the splice, otherwise the head of the same name.
-    """
+    """Find the teacher's head for every spliced head: the one in `align`, the donor of the splice, or the namesake."""
     known = {head for spec in mixers.values() for head in spec.heads}
     heads_by_graft: list[tuple[HeadId, ...]] = []
     named = dict(align.heads)
@@ -271,13 +258,10 @@ def layer_outputs(config: PreTrainedConfig, hidden_states: Sequence[Tensor], lay
 
 
 def _resized(logits_BTV: Tensor, width: int) -> Tensor:
-    """Truncate or pad the vocabulary to the student's size. Models pad it to different sizes with unused tokens.
-
-    Tokens that the teacher lacks get the logit of its least likely token. With -inf the reverse divergence would be
-    infinite.
-    """
+    """Truncate or pad the vocabulary to the student's size. Models pad it to different sizes with unused tokens."""
     missing = width - logits_BTV.shape[-1]
     if missing <= 0:
         return logits_BTV[..., :width]
+    # Not -inf, with which the reverse divergence would be infinite.
     least = logits_BTV.amin(-1, keepdim=True).expand(*logits_BTV.shape[:-1], missing)
     return torch.cat([logits_BTV, least], dim=-1)

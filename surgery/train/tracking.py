@@ -41,9 +41,6 @@ def tracked(accelerator: Accelerator, names: Sequence[str], folder: Path, config
     Yields:
         A function that takes the history and sends each entry once. Its first call sends the last entry only, since a
         resumed training has sent the earlier ones before.
-
-    Raises:
-        RecipeError: as `check_trackers`.
     """
     check_trackers(names)
     if not names:

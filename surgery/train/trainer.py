@@ -56,20 +56,14 @@ _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 @dataclass
 class StageTrainer:
-    """Train one stage, from its newest checkpoint if there is one: call `run`.
+    """Train one stage, from its newest checkpoint if there is one: call `run`. Arguments as of `train_model`, and:
 
     Args:
         model: trained in place. Under FSDP2 it holds the old weights until the stage ends.
-        tokenizer: the model's.
-        section: the recipe's section `train`.
-        seed: of documents, adapters and dropout.
-        accelerator: of this process.
         targets: base and teacher that objectives compare with. `distil` is taken from the stage.
         number: index of the stage in `section.sequence`.
-        folder: folder of `step_*/`, the checkpoints to resume from; the two newest are kept. None saves no checkpoints.
-        history: entries of all steps so far: losses, tokens, seconds. First those of the earlier stages.
-        on_step: called on every process after each step with its number and the history. On a GPU, the history may end
-            with the entry of the step before, since the losses of this one are still being computed.
+        folder: folder of `step_*/`, the stage's checkpoints. None saves none.
+        history: entries of the earlier stages' steps.
         layers: layers that `trainable: spliced_layers` selects in a control.
     """
 
@@ -94,7 +88,6 @@ class StageTrainer:
     optimizer: Any = field(init=False)  # wrapped by Accelerate
     identity: str = field(init=False)  # hash of the training, which its checkpoints have
     start: int = field(init=False)  # number of steps that a checkpoint has finished
-    packing: bool = field(init=False)  # True if documents share rows
     split: StepSplit = field(init=False)  # how the documents of a step are put into passes
     pass_tokens: int | None = field(init=False, default=None)  # most in a pass, with padding. Set when memory runs out
 
@@ -108,8 +101,8 @@ class StageTrainer:
 
         Raises:
             TrainingDiverged: loss or gradient is not finite, or the loss has grown. The last good checkpoint is kept.
-            RunError: one document does not fit in memory, torch.compile fails, the launch does not support the recipe,
-                or a base or teacher is missing.
+            RunError: out of memory, torch.compile fails, the launch does not support the recipe, or a base or teacher
+                is missing.
         """
         self.prepare()
         lengths = stage_lengths(self.history, self.section)
@@ -211,13 +204,12 @@ class StageTrainer:
             share_weights(model, self.targets.base)  # not before a checkpoint has been read into the model's weights
             prefix = SharedPrefix.of(model, self.targets.base) if not section.compile else None
         self.targets = replace(self.targets, distil=stage.distil, prefix=prefix)
-        self.packing = self._packs()
         self.split = StepSplit(
             stage.sources,
             accelerator.process_index,
             accelerator.num_processes,
             section.micro_batch,
-            self.packing,
+            self._packs(),
             accelerator.is_fsdp2,
             PASS_COST_ON_CPU if accelerator.device.type == "cpu" else PASS_COST,
         )
@@ -234,10 +226,7 @@ class StageTrainer:
         return min(workers, 1) if any(isinstance(stream, StreamedDocuments) for stream in self.streams) else workers
 
     def _packs(self) -> bool:
-        """True if documents share rows: it is wanted, and all models of the stage keep the documents of a row separate.
-
-        Logs why they do not.
-        """
+        """True if documents share rows: it is wanted, and all models keep the documents of a row separate."""
         on_gpu = self.accelerator.device.type == "cuda"
         if not (on_gpu if self.section.packing is None else self.section.packing):
             return False
@@ -257,9 +246,6 @@ class StageTrainer:
         Returns:
             Names of the weighted losses. On the device the losses, the number of tokens and the norm of the gradient,
             all of them over all processes.
-
-        Raises:
-            RunError: out of memory with one document, or on several processes.
         """
         sources, accelerator, model = self.stage.sources, self.accelerator, self.wrapped
         progress = step / max(1, self.stage.num_steps - 1)
@@ -309,11 +295,7 @@ class StageTrainer:
         return sums
 
     def _lower_pass_tokens(self, part: MicroBatch, step: int) -> None:
-        """Halve the pass that did not fit in memory.
-
-        Raises:
-            RunError: one row does not fit, or there are several processes.
-        """
+        """Halve the pass that did not fit in memory, unless it has one row or there are several processes."""
         rows, width = part.batch.input_ids.shape
         field = f"train.sources.{part.sources[0]}" if len(part.sources) == 1 else "train.sources"
         if self.accelerator.num_processes > 1:

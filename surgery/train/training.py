@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -80,9 +80,8 @@ def train_model(
         seed: of documents, adapters and dropout.
         folder: for the checkpoints to resume from. Training resumes from the newest one. None saves no checkpoints.
         accelerator: of this process; created by default.
-        on_step: called after each step with its number and the history so far, with the steps before an interruption.
-            An entry has losses, tokens, seconds, and `last_step` where a plateau was found. On a GPU, the last one may
-            be that of the step before.
+        on_step: called after each step with its number and the history so far. An entry has losses, tokens, seconds,
+            and `last_step` where a plateau was found. On a GPU, the last one may be that of the step before.
         control: True for the control, a model without a splice. Stages that train new heads only are skipped.
         outputs: folder for `adapters/` in PEFT's format (none of a stage after another one that changed the base's
             weights), `teacher_logits/` of stages with `distil.cache`, and `logs/` of trackers. None writes none.
@@ -105,7 +104,11 @@ def train_model(
     layers = sorted({graft.site.layer for graft in plan.grafts}) if plan else ()
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     numbers = [n for n, stage in enumerate(section.sequence) if stage.trains_control or not control]
-    folders = {n: _stage_folder(folder, section, n) for n in numbers}
+    root = None if folder is None else Path(folder)
+    folders = {n: root / f"{n}-{section.stages[n].name}" if root and section.stages else root for n in numbers}
+    for saved in filter(None, folders.values()):
+        set_aside_broken(saved, accelerator)
+    newest = max((n for n, saved in folders.items() if saved and checkpoints(saved)), default=0)
     history: History = []
     logs = (outputs or Path()) / "logs" / ("no_splice" if control else "hybrid")
     trackers = section.trackers if outputs is not None else ()
@@ -116,7 +119,7 @@ def train_model(
             if on_step is not None:
                 on_step(step, entries)
 
-        for number in _stages_left(folders, accelerator):
+        for number in (n for n in numbers if n >= newest):  # the earlier ones are finished
             stage, steps = section.sequence[number], folders[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
             cache = open_cache(outputs, section, stage, tokenizer, model, accelerator)
@@ -142,21 +145,6 @@ def train_model(
     return history
 
 
-def _stage_folder(folder: Path | str | None, section: Train, number: int) -> Path | None:
-    """Folder of a stage's checkpoints."""
-    if folder is None:
-        return None
-    return Path(folder) / f"{number}-{section.stages[number].name}" if section.stages else Path(folder)
-
-
-def _stages_left(folders: Mapping[int, Path | None], accelerator: Accelerator) -> list[int]:
-    """Stages to train, from the last one that has checkpoints in its folder. Sets broken checkpoints aside."""
-    for folder in filter(None, folders.values()):
-        set_aside_broken(folder, accelerator)
-    begun = [number for number, folder in folders.items() if folder is not None and checkpoints(folder)]
-    return [number for number in folders if number >= max(begun, default=0)]
-
-
 def load_teacher(
     section: Train,
     stage: TrainStage,
@@ -164,11 +152,7 @@ def load_teacher(
     model: PreTrainedModel,
     grafts: Sequence[Graft] = (),
 ) -> Teacher:
-    """Load the recipe's teacher and check that it fits the model. Without grafts its attention is not needed.
-
-    Raises:
-        RecipeError: its tokenizer differs, or it lacks tokens, heads, layers or the width that the stage compares.
-    """
+    """Load the recipe's teacher and check that it fits the model. Without grafts its attention is not needed."""
     assert section.teacher is not None
     teacher = as_base(section.teacher, "train.teacher.model")
     check_tokenizers(tokenizer, load_tokenizer(teacher))

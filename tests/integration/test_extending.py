@@ -6,9 +6,8 @@ import csv
 import json
 import math
 import re
+import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from tests.integration.conftest import PICO_MAMBA2 as BASE
-from tests.integration.conftest import ROOT, surgery, with_path
+from tests.integration.conftest import PICO_MAMBA2, ROOT, surgery, with_path
+from tests.support import processes
 from tests.support.exports import list_again
 from tests.support.pico import pico_base, pico_tokenizer
 
@@ -48,24 +47,15 @@ evaluate: {tasks: [kv_retrieval], pairs: [4], examples: 2, sentences: 2}
 """
 
 
-def write_tiny(folder: Path, heading: str, module: str) -> None:
-    """A pico base, the example of a section as MODULE.py, and recipe.yaml: a tiny run with the section's own keys."""
-    base = pico_base(vocab_size=1024, layers=2)
-    base.save_pretrained(folder / "base")
+def write_base(folder: Path) -> None:
+    pico_base(vocab_size=1024, layers=2).save_pretrained(folder / "base")
     pico_tokenizer().save_pretrained(folder / "base")
-    (folder / f"{module}.py").write_text(block(heading))
-    recipe = yaml.safe_load(TINY) | yaml.safe_load(block(heading, "yaml"))
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
 
 def write_recipe(folder: Path, heading: str, **more: Any) -> None:
-    """recipe.yaml: a run on the shipped base with the keys of a section of the page, and `more` by section."""
-    recipe = {
-        "name": "outside",
-        "base": {"model": str(BASE)},
-        "locate": {"pairs": 16, "examples": 16, "methods": ["patching", "sharpen"]},
-        **yaml.safe_load(block(heading, "yaml")),
-    }
+    """A pico base, and recipe.yaml: a tiny run with the keys of a section of the page, and `more` by section."""
+    write_base(folder)
+    recipe = yaml.safe_load(TINY) | yaml.safe_load(block(heading, "yaml"))
     for section, fields in more.items():
         recipe[section] = recipe.get(section, {}) | fields
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -79,7 +69,7 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     write_recipe(tmp_path, "A probe", train={"steps": 2, "control": False}, evaluate=few)
     done = surgery("run", "recipe.yaml", "--to", "evaluate", cwd=tmp_path, path=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    run = tmp_path / "runs" / "outside"
+    run = tmp_path / "runs" / "tiny"
     results = json.loads((run / "results.json").read_text())
     for arm in ("base", "hybrid"):
         assert results["arms"][arm]["reversal"]["5"]["n"] == 4
@@ -91,9 +81,8 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     history = json.loads((run / "training.json").read_text())
     assert all(entry["attention"] > 0 for entry in history), "its gold positions are trained on"
 
-    shell = ("bash", "-c", block("A probe", "bash").replace("python", sys.executable, 1))
-    environment = with_path(tmp_path)
-    made = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    _, _, script = shlex.split(block("A probe", "bash"))
+    made = processes.run(["-c"], tmp_path, with_path(tmp_path), script=script)
     assert made.returncode == 0, made.stderr[-2000:]
     group = yaml.safe_load((tmp_path / "tasks" / "surgery_retrieval.yaml").read_text())
     for task in ("reversal_4_generated", "reversal_16_generated", "copying_8_generated", "stock_4", "stock_12"):
@@ -112,9 +101,9 @@ def test_an_objective_from_outside(tmp_path: Path) -> None:
     write_recipe(tmp_path, "An objective", train={"steps": 3, "micro_batch": 2})
     done = surgery("run", "recipe.yaml", "--to", "train", cwd=tmp_path, path=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    folder = tmp_path / "runs" / "outside"
+    folder = tmp_path / "runs" / "tiny"
     history = json.loads((folder / "training.json").read_text())
-    uniform = math.log(json.loads((BASE / "config.json").read_text())["vocab_size"])
+    uniform = math.log(1024)
     for entry in history:
         assert entry["loss"] == pytest.approx(entry["answer"] + entry["label_smoothing"])
         assert entry["label_smoothing"] > 0.1 * uniform, "only a uniform prediction costs as little as log V"
@@ -139,7 +128,8 @@ def test_an_installed_plugin_is_in_the_schema(tmp_path: Path) -> None:
 
 def test_an_export_format_from_outside(tmp_path: Path) -> None:
     """A run writes it; `verify` needs the plugin on the command line, names it, and imports nothing on its own."""
-    write_tiny(tmp_path, "An export format", "npz_format")
+    (tmp_path / "npz_format.py").write_text(block("An export format"))
+    write_recipe(tmp_path, "An export format")
     done = surgery("run", "recipe.yaml", cwd=tmp_path, path=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "tiny"
@@ -179,12 +169,11 @@ def test_a_locating_method_from_outside(tmp_path: Path) -> None:
     """Its column is in every file that locating writes, and it chooses the head."""
     (tmp_path / "direct_logits.py").write_text(block("A locating method"))
     (tmp_path / "value_ablation.py").write_text(block("A locating method", 'python title="value_ablation.py"'))
-    train = {"sources": [{"task": "kv_retrieval", "rows": 4, "weights": {"answer": 1.0}}]}
-    write_recipe(tmp_path, "A locating method", train=train, locate={"pairs": 16, "examples": 16})
+    write_recipe(tmp_path, "A locating method", base={"model": str(PICO_MAMBA2)}, locate={"pairs": 16, "examples": 16})
     done = surgery("locate", "recipe.yaml", cwd=tmp_path, path=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
-    folder = tmp_path / "runs" / "outside"
+    folder = tmp_path / "runs" / "tiny"
     heads = json.loads((folder / "heads.json").read_text())
     scores = [head["scores"]["direct_logits"] for head in heads["heads"]]
     assert len(scores) == 32 and all(score["n"] == 16 and score["low"] < score["high"] for score in scores)
@@ -212,10 +201,7 @@ def test_a_family_from_outside(tmp_path: Path) -> None:
     files = {name: block("A model family", f'python title="{name}.py"') for name in ("twin_hybrid", "twin_family")}
     for name, code in files.items():
         (tmp_path / f"{name}.py").write_text(code)
-    base = pico_base(vocab_size=1024, layers=2)
-    base.config.model_type = "twin"
-    base.save_pretrained(tmp_path / "base")
-    pico_tokenizer().save_pretrained(tmp_path / "base")
+    write_base(tmp_path)
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "model_type": "twin"}))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(TINY) | {"plugins": ["twin_family"]}))
@@ -235,7 +221,8 @@ def test_a_family_from_outside(tmp_path: Path) -> None:
 
 def test_an_attention_branch_from_outside(tmp_path: Path) -> None:
     """A run splices, trains and exports it; the export brings its file, which only a plugin or trust lets run."""
-    write_tiny(tmp_path, "An attention branch", "cosine_attention")
+    (tmp_path / "cosine_attention.py").write_text(block("An attention branch"))
+    write_recipe(tmp_path, "An attention branch")
     done = surgery("run", "recipe.yaml", cwd=tmp_path, path=tmp_path)
     assert done.returncode == 0, done.stderr
     export = tmp_path / "runs" / "tiny" / "export"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from surgery.recipe import load_recipe, shipped
 from surgery.run.pipeline import run_pipeline
 from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan, plan_from_json
-from tests.integration.conftest import ROOT, assert_all_refused, refused, surgery
+from tests.integration.conftest import assert_all_refused, refused, surgery
 from tests.support.pico import pico_base, pico_tokenizer
 
 STAGES = ["train", "control", "evaluate", "export"]
@@ -105,17 +104,6 @@ def test_the_export_says_what_it_was_made_of(place: Path, finished: Path) -> Non
     assert str(place) not in card + (export / "recipe.yaml").read_text()
     report = json.loads((export / "export.json").read_text())
     assert report["checked_without_surgery"] and report["max_logit_difference"] == 0
-
-
-def test_another_content_is_trained_on_anew_and_the_same_is_not(place: Path, finished: Path, tmp_path: Path) -> None:
-    """And `run` of the shipped recipe, with both set, finds everything done: there is no second code path."""
-    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
-    names = ("name=finetune-rows", "base.model=./hybrid", "train.sources.0.data.path=rows.jsonl")
-    same = surgery("run", str(ROOT / "recipes" / "finetune.yaml"), *names, CONTROL, *SMALL, cwd=tmp_path)
-    assert same.stdout.count("skipped: already finished") == len(STAGES), same.stderr
-    write(tmp_path / "rows.jsonl", [line(i) for i in range(61)])
-    other = surgery("finetune", "./hybrid", "rows.jsonl", CONTROL, *SMALL, "--to", "train", cwd=tmp_path)
-    assert "train  done" in other.stdout, other.stderr
 
 
 def test_rows_that_are_held_out_are_never_trained_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,17 +197,6 @@ def test_auto_trains_marked_lines_as_a_named_column_does(place: Path, finished: 
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     assert "answer_spans" not in json.loads((finished / "results.json").read_text())
-
-
-def test_a_dry_run_counts_the_rows_of_the_file(place: Path) -> None:
-    alone = "train.sources=[{data: {path: rows.jsonl, holdout: 0.3}, rows: 5, weights: {answer: 1.0}}]"
-    given = (*SMALL, alone, "--dry-run", "--runs", "dry")
-    done = surgery("finetune", "./hybrid", "rows.jsonl", *given, cwd=place)
-    assert done.returncode == 0, done.stderr
-    assert "L1H2 (in the hybrid)" in done.stdout and "(rows.jsonl)" in done.stdout
-    assert "5 documents of" in done.stdout
-    assert "s per step, measured on this machine (cpu) with random weights" in done.stdout
-    assert not (place / "dry").exists()
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(place: Path, tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
-"""The page in a real browser, at two widths: it sorts, filters, opens heads, and asks the network for nothing."""
+"""Both pages in a real browser, at two widths: they ask the network for nothing, and the page of the heads sorts,
+filters and opens heads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,28 +28,30 @@ def heads() -> HeadSet:
 
 
 @pytest.fixture(params=WIDTHS, scope="module")
-def page(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def opened(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The page opened from a file; whatever it complains of, and whatever it asks for, is kept beside it."""
     found = heads()
     rows = tuple(prompt(found, (*HOSTILE, *("key", ":", "7", "\n") * 20, tail), 2, i) for i, tail in enumerate("ab"))
     path = write_page(found, rows, tmp_path_factory.mktemp("page") / "locate.html")
-    opened = browser.new_page(viewport={"width": WIDTHS[request.param], "height": 900})
-    opened.complaints, opened.requests = [], []
-    opened.on("console", lambda message: opened.complaints.append(message.text))
-    opened.on("pageerror", lambda error: opened.complaints.append(str(error)))
-    opened.on("dialog", lambda dialog: (opened.complaints.append(dialog.message), dialog.dismiss()))
-    opened.on("request", lambda asked: opened.requests.append(asked.url))
-    opened.goto(path.as_uri())
-    yield opened
-    assert opened.complaints == [] and opened.requests == [path.as_uri()]
-    opened.close()
+    page = browser.new_page(viewport={"width": WIDTHS[request.param], "height": 900})
+    page.complaints, page.requests = [], []
+    page.on("console", lambda message: page.complaints.append(message.text))
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.on("dialog", lambda dialog: (page.complaints.append(dialog.message), dialog.dismiss()))
+    page.on("request", lambda asked: page.requests.append(asked.url))
+    page.goto(path.as_uri())
+    yield page
+    assert page.complaints == [] and page.requests == [path.as_uri()]
+    page.close()
 
 
-@pytest.fixture(autouse=True)
-def fresh(page: Any) -> None:
-    page.evaluate("history.replaceState(null, '', location.pathname)")  # without the last test's head
-    page.reload()
-    page.requests[:] = page.requests[:1]  # but for the reload itself
+@pytest.fixture
+def page(opened: Any) -> Any:
+    """The page without the last test's head."""
+    opened.evaluate("history.replaceState(null, '', location.pathname)")
+    opened.reload()
+    opened.requests[:] = opened.requests[:1]  # but for the reload itself
+    return opened
 
 
 def names(page: Any) -> list[str]:
@@ -155,11 +160,34 @@ def test_goes_by_keyboard(page: Any) -> None:
     assert page.locator("#matrix-at").inner_text() != before
 
 
-def test_the_map_has_one_scale_for_all_columns_of_a_unit(page: Any) -> None:
-    scales = set()
-    for column in ("ablation", "context", "answer token"):
-        page.locator("#column").select_option(label=column)
-        scales.add(page.locator("#map-legend > span").first.inner_text())
-    assert len(scales) == 1
-    cell = page.locator("#map [data-head=L2H3]")
-    assert cell.get_attribute("aria-label") == "L2H3: not measured" and "unmeasured" in cell.get_attribute("class")
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_finished_run_is_told_on_one_page(browser: Any, finished: Path, width: str) -> None:
+    path = finished / "report.html"
+    page = browser.new_page(viewport={"width": WIDTHS[width], "height": 900})
+    complaints: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url[:40]))
+    page.goto(path.as_uri())
+    assert complaints == [] and [url for url in asked if not url.startswith("data:")] == [path.as_uri()[:40]]
+    drawn = page.locator("img").evaluate_all("images => images.map(image => image.naturalWidth)")
+    assert len(drawn) >= 4 and min(drawn) > 100
+    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
+    assert page.locator(".verdict").count() == 1 and page.locator(".tiles > div").count() == 4
+    columns = len(
+        {
+            box["y"]
+            for box in page.locator(".tiles > div").evaluate_all("d => d.map(x => x.getBoundingClientRect().toJSON())")
+        }
+    )
+    assert columns == (2 if width == "narrow" else 1), "rows of tiles"
+    scrolled = page.locator("#measurements .scroll").evaluate("d => (d.scrollLeft = 50, d.scrollLeft)")
+    assert scrolled == (50 if width == "narrow" else 0), "wide tables scroll inside their box"
+    page.locator("nav a", has_text="All measurements").click()
+    assert page.url.endswith("#measurements")
+    linked = page.locator("nav a:not([href^='#'])").evaluate_all("links => links.map(a => a.getAttribute('href'))")
+    assert "locate.html" in linked and all((finished / name).is_file() for name in linked)
+    headings = page.locator("h2").all_inner_texts()
+    assert [h for h in headings if h != "One prompt"][:3] == ["Retrieval", "All measurements", "Spliced heads"]
+    page.close()

@@ -5,7 +5,6 @@
     python -m bench.studies.head_choice --at-most 5      stop after five arms; 0 measures the first choices only
     python -m bench.studies.head_choice --report         write the report of the finished arms
     python -m bench.studies.head_choice --short          fewer steps and prompts, in a folder of their own
-    python -m bench.studies.head_choice --compiled-scan  run Mamba-1's scan in C, in half the time
 
 Regret is the best accuracy that any tried set of the same number of heads reaches after full training, minus that of
 the chooser's set. Each arm is one file, `FOLDER/arms/BASE-HEADS_seedN.json`, written when it is finished. The choices
@@ -19,7 +18,6 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,6 @@ from bench.studies.head_choice.arms import (
 )
 from bench.studies.head_choice.bases import BASES, StudyBase
 from bench.studies.head_choice.choosers import measure
-from bench.studies.head_choice.compiled_scan import compiled_scan
 from bench.studies.head_choice.figures import regret_by_chooser
 from bench.studies.head_choice.regret import Results, regrets
 from bench.studies.head_choice.tables import tables
@@ -241,7 +238,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--at-most", type=int, metavar="N", help="stop after this many arms")
     options.add_argument("--only", choices=tuple(BASES), metavar="BASE", help=f"one of {', '.join(BASES)}")
     options.add_argument("--short", action="store_true", help="fewer steps and prompts; does not change paper/")
-    options.add_argument("--compiled-scan", action="store_true", help="run Mamba-1's scan in C, in half the time")
     args = options.parse_args(arguments)
     quiet_on_one_thread()
     folder = args.folder or RUNS / ("head_choice-short" if args.short else "head_choice")
@@ -250,8 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         experiment, page, evidence = Experiment(folder, published=PUBLISHED), PAGE, PUBLISHED
     if not args.report:
-        with compiled_scan() if args.compiled_scan else nullcontext():
-            experiment.run(args.at_most, args.only)
+        experiment.run(args.at_most, args.only)
     if args.report or collected(experiment)[0].choices:
         report(experiment, page, evidence)
     return 0

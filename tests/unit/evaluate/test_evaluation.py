@@ -111,15 +111,6 @@ def test_facts_of_both_halves_in_training_are_marked_as_seen() -> None:
         }, (task, split)
 
 
-def test_option_text_asks_for_facts_of_both_halves() -> None:
-    section = Evaluate.model_validate({"tasks": ["option_text", "letter_choice"]})
-    for task, split in (("option_text", 0), ("closed_book", 0), ("statement", 1)):
-        source = {"task": task, "split": split, "rows": 1, "weights": {"lm": 1.0}}
-        summary: dict[str, Any] = {"option_text": {}, "letter_choice": {}}
-        mark_seen(summary, section, Train.model_validate({"sources": [source]}))
-        assert summary == {"option_text": {"seen": True}, "letter_choice": {}}, (task, split)
-
-
 def answers(count: int) -> tuple[list[Document], ExactAnswers]:
     documents = []
     for i in range(count):

@@ -12,7 +12,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from surgery.errors import ModelError, RecipeError
+from surgery.errors import RecipeError
 from surgery.export import transformers_folder
 from surgery.export.chat_template import with_chat_template
 from surgery.export.folder import export_model
@@ -66,14 +66,6 @@ def test_the_bases_template_is_kept(tmp_path: Path) -> None:
         assert text == "<system>Answer with a word.\n<user>The colour of the sky is\n>"
 
 
-def test_a_file_replaces_the_bases(tmp_path: Path) -> None:
-    tokenizer, file = copy.deepcopy(pico_tokenizer()), tmp_path / "own.jinja"
-    tokenizer.chat_template = BASES_OWN
-    file.write_text("{{ messages[0]['content'] }}: Ü\n", encoding="utf-8")
-    assert exported(tmp_path / "export", tokenizer, str(file)).chat_template == "{{ messages[0]['content'] }}: Ü\n"
-    assert tokenizer.chat_template == BASES_OWN, "the base's own object"
-
-
 def test_plain_is_the_text_of_the_conversation() -> None:
     """It starts as the tokenizer starts a text."""
     begins = copy.deepcopy(pico_tokenizer())
@@ -101,17 +93,6 @@ def test_a_chat_answers_as_the_text(tmp_path: Path) -> None:
     answer = pipeline("text-generation", model=model, tokenizer=tokenizer)(CHAT[1:2], **options)
     expected = {"role": "assistant", "content": tokenizer.decode(new, skip_special_tokens=True)}
     assert answer[0]["generated_text"][-1] == expected and expected["content"].strip()
-
-
-def test_a_template_that_is_not_saved_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reload(folder: Path, *arguments: Any) -> dict[str, Any]:
-        (folder / "chat_template.jinja").write_text("other")
-        return in_this_process(folder, *arguments)
-
-    monkeypatch.setattr(transformers_folder, "reload", reload)
-    with pytest.raises(ModelError, match=r"^chat template: the reloaded tokenizer has another one\. .*export\.chat_t"):
-        exported(tmp_path / "export", pico_tokenizer(), "plain")
-    assert not (tmp_path / "export").exists()
 
 
 def test_what_is_no_template_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from surgery.errors import ModelError
-from surgery.export.files import check_entries, check_files, fingerprints, read_object, sha256_of, visible_files
+from surgery.export.files import check_entries, check_files, fingerprints, sha256_of, visible_files
 
 SUM = "0" * 64
 
@@ -78,10 +78,3 @@ def test_a_card_in_another_encoding_is_named_with_its_line(folder: Path) -> None
             ModelError, match=r"^README.md: not UTF-8: byte 0xe9 in line 3\. .* iconv -f latin1 -t utf-8"
         ):
             check_files(folder, listed)
-
-
-def test_a_document_is_an_object(folder: Path) -> None:
-    for text in ("[]", "5", "null", "[" * 100_000, "{", ""):
-        (folder / "a.json").write_text(text)
-        with pytest.raises(ModelError, match=r"^a.json: "):
-            read_object(folder, "a.json")

@@ -19,12 +19,11 @@ from surgery.errors import ModelError, RecipeError
 from surgery.export import gguf_converter, transformers_folder
 from surgery.export import pre_tokenizers as pre_tokenizers_of_llama_cpp
 from surgery.export.folder import export_model
-from surgery.export.gguf_converter import SCRIPT, convert, find_converter, pre_tokenizer_of
+from surgery.export.gguf_converter import SCRIPT, find_converter, pre_tokenizer_of
 from surgery.export.gguf_folder import FILE, compare_with_files
 from surgery.export.pre_tokenizers import RULES, nearest_rule
 from surgery.models.lookup import family_of, geometry_of
-from surgery.recipe import Export, Recipe
-from surgery.recipe.public import public_recipe
+from surgery.recipe import Export
 from surgery.splice.insertion import insert_layers
 from surgery.types import Graft, Plan
 from tests.support.exports import edit, in_this_process, list_again, refusal
@@ -32,7 +31,6 @@ from tests.support.pico import pico_base, pico_family, pico_tokenizer, randomise
 from tests.support.processes import ROOT, Reloads, stock
 
 LLAMA_CPP = ROOT / "tests" / "support" / "fake_llama_cpp"
-TRAIN = {"steps": 1, "sources": [{"task": "kv_retrieval", "pairs": [2, 4], "rows": 2, "weights": {"answer": 1.0}}]}
 SECTION = Export(format="gguf", llama_cpp=str(LLAMA_CPP), pre_tokenizer="gpt-2")
 
 
@@ -127,20 +125,6 @@ def test_layers_of_a_nemotron_h(
         edit(folder, "config.json", lambda data: data.update(num_experts_per_tok=1))
         with pytest.raises(ModelError, match=r"expert_used_count is 2\. config\.json needs 1"):
             compare_with_files(folder)
-
-
-def test_half_precision_is_compared_exactly(whole: Path, tmp_path: Path) -> None:
-    model, _ = hybrid()
-    section = SECTION.model_copy(update={"dtype": "bfloat16"})
-    keep = model._keep_in_fp32_modules_strict or ()
-    for name, parameter in model.named_parameters():
-        if name.rsplit(".", 1)[-1] not in keep:
-            parameter.data = parameter.data.to(torch.bfloat16)
-    folder = Path(shutil.copytree(whole, tmp_path / "bf16"))
-    model.save_pretrained(folder)
-    (folder / "config.json").write_bytes((whole / "config.json").read_bytes())
-    convert(folder, folder / FILE, pre_tokenizer_of(pico_tokenizer(), section), section)
-    compare_with_files(folder)
 
 
 def test_another_tensor_is_found(whole: Path, copy: Path) -> None:
@@ -278,18 +262,3 @@ def test_the_rule_of_a_tokenizer_is_found_or_it_is_refused(monkeypatch: pytest.M
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
     with pytest.raises(ModelError, match=r"base\.tokenizer: WordLevel .*byte-level BPE"):
         nearest_rule(other)
-
-
-def test_recipes_that_do_not_fit_are_refused() -> None:
-    """And a published one has no path of llama.cpp."""
-    given = {"name": "x", "base": {"model": "m"}, "train": TRAIN}
-    for export, message in (
-        ({"format": "gguf"}, "export.format: gguf needs splice.form block or pair"),
-        ({"llama_cpp": "x"}, "export.llama_cpp needs export.format: gguf"),
-        ({"pre_tokenizer": "gpt-2"}, "export.pre_tokenizer needs export.format: gguf"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Recipe.model_validate({**given, "export": export})
-    export = {"format": "gguf", "llama_cpp": "/home/me/llama.cpp"}
-    recipe = Recipe.model_validate({**given, "splice": {"form": "pair", "before": 0}, "export": export})
-    assert public_recipe(recipe).export.llama_cpp is None and public_recipe(recipe).export.format == "gguf"

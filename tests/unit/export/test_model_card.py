@@ -223,32 +223,6 @@ def test_a_transplant_comes_from_two_models(tmp_path: Path) -> None:
     assert (data.base_model, data.base_model_relation) == ("owner/base", "merge"), "a donor without a name on the Hub"
 
 
-def test_data_sets_of_the_hub_are_named_and_files_are_not(recipe: Recipe) -> None:
-    assert "datasets" not in read(model_card(recipe, None, plan(), RESULTS)).to_dict()
-    data = recipe.train.sources[0].data
-    assert data is not None
-    source = recipe.train.sources[0].model_copy(update={"data": data.model_copy(update={"path": "owner/texts"})})
-    both = recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"sources": (*recipe.train.sources, source)})}
-    )
-    assert read(model_card(both, None, plan(), RESULTS)).datasets == ["owner/texts"]
-
-
-def test_the_way_to_select_heads_is_named_and_explained(recipe: Recipe) -> None:
-    """Those without a ranking were not selected by scores. A fine-tuned hybrid's recipe does not say where."""
-    for method, said in (
-        ("aggregate", "selected by `aggregate` (ablation at the query) on generated KV-retrieval prompts (seed 0)."),
-        ("sharpen", "selected by `sharpen` (oracle read) on generated KV-retrieval prompts (seed 0)."),
-        ("random", "drawn at random (`splice.select: random`, seed 0)."),
-        ("list", "listed in the recipe (`splice.select: list`, seed 0)."),
-    ):
-        heads = replace(head_set(3, 4), method=method)
-        assert f"Heads were {said}" in model_card(spliced("owner/base"), heads, plan(), RESULTS)
-        tuned = model_card(recipe, heads, plan(), RESULTS)
-        (sentence,) = (line for line in tuned.splitlines() if line.startswith("Heads were"))
-        assert "for the model before fine-tuning (" in sentence and "prompts" not in sentence
-
-
 def test_retrieval_is_claimed_only_for_located_heads_with_a_measured_effect_in_a_base_that_retrieves() -> None:
     def claims(method: str, low: float, right: float) -> bool:
         heads = head_set(3, 4)

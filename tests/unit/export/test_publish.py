@@ -133,14 +133,6 @@ def test_what_another_export_left_goes_and_other_files_stay(call: Caller) -> Non
     assert call.hub.files(NAME) == {**contents(call.folder), "notes.txt": b"mine"}
 
 
-def test_a_branch_is_made_and_used(call: Caller) -> None:
-    done = call(revision="seed1")
-    assert call.hub.files(NAME) == {} and call.hub.files(NAME, "seed1") == contents(call.folder)
-    assert done.commit == call.hub.repositories[NAME].refs["seed1"].oid
-    (call.folder / "config.json").write_text("{}\n")
-    assert call(revision="seed1").sent == ("config.json", RECORD), "the branch is there already"
-
-
 def test_a_pull_request_leaves_main_alone_and_is_not_made_twice(call: Caller) -> None:
     done = call(pull_request=True, message="A better one")
     repository = call.hub.repositories[NAME]
@@ -254,17 +246,6 @@ def test_a_changed_byte_on_the_way_back_is_found(call: Caller) -> None:
         call()
 
 
-def test_a_file_that_the_hub_leaves_out_is_found(call: Caller) -> None:
-    call.hub.create(NAME, private=True).ignored = {"config.json"}
-    with pytest.raises(ModelError, match=r"^config.json: missing on the Hub after the commit.*gitignore"):
-        call()
-
-
-def test_a_hub_without_xet_is_said(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    assert "HF_HUB_DISABLE_XET=1" in call.refused()
-
-
 def test_what_cannot_be_meant_is_refused_before_any_request(call: Caller) -> None:
     for given, said in (
         ({"repo_id": "hybrid"}, "Use OWNER/NAME"),
@@ -298,16 +279,6 @@ def test_a_folder_that_does_not_verify_is_refused_before_any_request(
 
     monkeypatch.setattr(surgery.export.verify, "verify_folder", broken)
     assert "config.json: other bytes" in call.refused()
-    assert call.hub.log == []
-
-
-def test_nobody_who_is_not_logged_in_gets_anywhere(
-    call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    monkeypatch.setattr("huggingface_hub.utils._auth._get_token_from_google_colab", lambda: None)
-    assert "hf auth login" in call.refused()
     assert call.hub.log == []
 
 
@@ -378,13 +349,3 @@ def test_a_file_that_changes_after_the_checks_is_not_sent(call: Caller) -> None:
     with pytest.raises(ModelError, match=r"^config\.json: changed during the checks"):
         publish(call.folder, NAME, endpoint=call.hub.url, say=late)
     assert call.hub.files(NAME) == {}
-
-
-def test_a_record_that_changes_during_the_checks_is_found(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(folder: Path, trust: bool, plugins: Sequence[str]) -> dict[str, object]:
-        (folder / "late.json").write_text("{}")
-        list_again(folder)
-        return {"format": "transformers", "not_checked": []}
-
-    monkeypatch.setattr(surgery.export.verify, "verify_folder", change)
-    assert "changed during the checks" in call.refused() and call.hub.log == []

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from surgery.hybrid import CLASSES
-from surgery.hybrid.modeling_hybrid import HybridMixerMixin
 from surgery.models.runtime import requires_grad, stays_in_fp32
 from tests.support.battery import base, logits, shared, stays_fp32, trained
 from tests.support.cases import each
@@ -64,20 +63,11 @@ class TestConfig:
 
 @every_spliced
 class TestSaving:
-    def test_config_survives_files_and_json(self, name: str, tmp_path: Path) -> None:
-        config = trained(name).config
-        config.save_pretrained(tmp_path)
-        again = type(config).from_pretrained(tmp_path)
-        assert again.to_dict() == config.to_dict() and again.splice == config.splice
-        assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
-        assert again.layer_types == config.layer_types and again.num_labels == config.num_labels
-
-    @each("size", ["50GB", "20KB"])
-    def test_save_and_load(self, name: str, size: str, tmp_path: Path) -> None:
-        """In one file and in several; every tensor once."""
+    def test_save_and_load(self, name: str, tmp_path: Path) -> None:
+        """In several files; every tensor once."""
         model = trained(name)
-        stored = saved(model, tmp_path, max_shard_size=size)
-        assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "20KB")
+        stored = saved(model, tmp_path, max_shard_size="20KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
         unique = {v.data_ptr(): v.nbytes for v in model.state_dict(keep_vars=True).values()}
         assert sum(v.nbytes for v in stored.values()) == sum(unique.values())
         again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -225,12 +215,6 @@ class TestForward:
             found[implementation] = logits(model, ids, mask)[mask.bool()]
         torch.testing.assert_close(found["sdpa"], found["eager"], **CLOSE)
 
-    def test_logits_of_some_tokens_alone(self, name: str) -> None:
-        model, ids = trained(name), tokens(2, 9)
-        whole = logits(model, ids)
-        for kept, expected in ((3, whole[:, -3:]), (torch.tensor([0, 5]), whole[:, [0, 5]]), (0, whole)):
-            torch.testing.assert_close(logits(model, ids, logits_to_keep=kept), expected, **CLOSE)
-
 
 @every_spliced
 class TestTraining:
@@ -258,31 +242,19 @@ class TestTraining:
                 p -= 0.02 * p.grad / norm
         assert model(ids, labels=ids).loss.item() < before
 
-    @each("reentrant", [False, True])
-    def test_checkpointing_gives_the_same_gradients(self, name: str, reentrant: bool) -> None:
-        found = []
-        for checkpointing in (False, True):
-            model, ids = to_train(name), tokens(2, 9)
-            if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    def test_checkpointing_gives_the_same_gradients(self, name: str) -> None:
+        found, ids = [], tokens(2, 9)
+        for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+            model = to_train(name)
+            if options:
+                model.gradient_checkpointing_enable(options)
                 assert model.is_gradient_checkpointing
             model(ids, labels=ids).loss.backward()
             found.append({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
-        assert found[0].keys() == found[1].keys()
-        for key, gradient in found[0].items():
-            torch.testing.assert_close(found[1][key], gradient, atol=1e-6, rtol=1e-4, msg=key)
-
-    def test_blocks_that_stay_whole_are_there(self, name: str) -> None:
-        """What accelerate keeps on one device: each name is that of a class here, and every mixer is inside of one."""
-        for model in (trained(name), trained(name).base_model):
-            kinds = {type(m).__name__ for m in model.modules()}
-            named = set(model._no_split_modules)
-            assert named and named <= kinds
-            blocks = [n for n, m in model.named_modules() if type(m).__name__ in named]
-            inside = [
-                n for n, m in model.named_modules() if isinstance(m, HybridMixerMixin) or n.endswith(".attention")
-            ]
-            assert inside and all(any(f"{n}.".startswith(f"{b}.") for b in blocks) for n in inside)
+        for gradients in found[1:]:
+            assert gradients.keys() == found[0].keys()
+            for key, gradient in found[0].items():
+                torch.testing.assert_close(gradients[key], gradient, atol=1e-6, rtol=1e-4, msg=key)
 
     def test_a_copy_is_independent(self, name: str) -> None:
         """Hooks of the copy act on the copy: `replace` silences by a hook, and Mamba-1 reads its streams by one."""

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM, MambaSsmAttention
 from tests.support.cases import each
 from tests.support.mamba2attn import CASES, attn_model
-from tests.support.pico import pico_site, tokens
+from tests.support.pico import tokens
 
 
 def naive_rotate(x_TP: Tensor, width: int, base: float, interleaved: bool) -> Tensor:
@@ -122,10 +122,3 @@ def test_the_model_is_mamba_ssms(case: str) -> None:
     model = attn_model(case)
     ids = tokens(1, 11)
     assert_close(model(ids).logits[0], naive_model(ids[0], model))
-
-
-@each("case", ["plain", "rotary"])
-def test_the_cache_keeps_what_each_layer_needs(case: str) -> None:
-    model = attn_model(case, splice=[pico_site(3)])
-    own = "hybrid" if case == "rotary" else "full_attention"
-    assert model.config.layer_types == [own, "linear_attention", own, "hybrid"]

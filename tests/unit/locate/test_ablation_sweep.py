@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.data.encoding import encode
 from surgery.data.ranking import ChoiceScores, choice_scores
 from surgery.locate import ablation_sweep
 from surgery.locate.ablation import Ablation, fill_values, token_mask
@@ -22,22 +20,18 @@ from surgery.locate.ablation_sweep import (
     change_at_query,
     contribution,
     oracle_values,
-    run_changed,
 )
-from surgery.locate.batches import PromptBatches, counterfactuals
+from surgery.locate.batches import counterfactuals
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.methods import METHODS, LocateBatch
 from surgery.models.hooks import record
-from surgery.models.lookup import family_of, mixer_of, structure_of
+from surgery.models.lookup import mixer_of, structure_of
 from surgery.models.shared_states import reading
 from surgery.models.torch_scans import torch_scans
-from surgery.probes.documents import rng_of
-from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate
 from surgery.types import HeadId, MixerSpec
 from tests.support.battery import base, mixers, trained
 from tests.support.cases import each as each_case
-from tests.support.long_choices import long_prompts
 from tests.support.oracles import naive_ablate, naive_change_at_query
 from tests.support.pico import (
     FAMILY_NAMES,
@@ -73,22 +67,6 @@ COMBINED = [
 
 def run_of(make: Any, lengths: tuple[int, ...] = BATCHES["padded"]) -> CleanRun:
     return run_clean(make(), prompts(lengths))
-
-
-@torch.no_grad()
-@each_case("reads", READS)
-def test_rows_read_the_value_of_their_own_last_question(reads: Any) -> None:
-    """Alone, or beside a row with more questions."""
-    tokenizer, model = pico_tokenizer(), pico_base(vocab_size=1024)
-    one, two = (kv_document(rng_of(n), 4, n, "eval") for n in (1, 2))
-    values, chances = [], []
-    for documents in ([one], [one, two]):
-        batch = encode(documents, tokenizer, padding_side="left", until_answer=True)
-        spec = family_of(model.config).mixers(model.config)[1]
-        values.append(torch.nn.functional.normalize(oracle_values(run_clean(model, batch), spec, reads)[0], dim=-1))
-        chances.append(PromptBatches(model, tokenizer, Locate(), 0, [batch]).chance)
-    torch.testing.assert_close(values[0], values[1], atol=1e-4, rtol=0)
-    assert chances == [0.25, 0.25]
 
 
 def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
@@ -240,6 +218,13 @@ def test_one_pass_and_a_step_equal_two_passes(lengths: tuple[int, ...], make: An
             torch.testing.assert_close(here[key], there[key], atol=1e-4, rtol=1e-4)
 
 
+@each_case(("start", "end", "selected"), [(0, 2, [0, 1, 2]), (2, 4, [2, 3, 4]), (-1, -1, []), (-1, 4, [])])
+def test_a_segment_may_begin_at_the_first_token_or_be_missing(start: int, end: int, selected: list[int]) -> None:
+    batch = prompts(BATCHES["padded"])
+    batch.segment_start[0, -1], batch.segment_end[0, -1] = start, end
+    assert token_mask(batch, "segment")[0].nonzero()[:, 0].tolist() == selected
+
+
 def test_the_tokens_that_are_meant() -> None:
     batch = prompts(BATCHES["padded"])
     everywhere, context, query = (token_mask(batch, w) for w in ("everywhere", "context", "query"))
@@ -251,11 +236,17 @@ def test_the_tokens_that_are_meant() -> None:
         assert row.nonzero()[:, 0].tolist() == list(range(start, end + 1))
 
 
-@each_case(("start", "end", "selected"), [(0, 2, [0, 1, 2]), (2, 4, [2, 3, 4]), (-1, -1, []), (-1, 4, [])])
-def test_a_segment_may_begin_at_the_first_token_or_be_missing(start: int, end: int, selected: list[int]) -> None:
-    batch = prompts(BATCHES["padded"])
-    batch.segment_start[0, -1], batch.segment_end[0, -1] = start, end
-    assert token_mask(batch, "segment")[0].nonzero()[:, 0].tolist() == selected
+def test_16_bit_models_subtract_in_32() -> None:
+    """The contribution is summed in fp32 and the stream rounded once: exactly, whatever the width of the weights."""
+    model = pico_base().to(torch.bfloat16)
+    run = run_clean(model, prompts((11, 11)))
+    spec, head = run.specs[1], 2
+    own = contribution(model, run.prompt, spec, [head], "zero")
+    columns = structure_of(spec).weight_slices(spec, head).out
+    weight = structure_of(spec).out_proj(mixer_of(model, spec)).weight.double()[:, columns]
+    exact = run.prompt.activations.heads[spec.name].double()[..., columns] @ weight.T
+    assert own.dtype == torch.float32
+    assert float((own.double() - exact).abs().max()) < 1e-5 * float(exact.abs().max())
 
 
 def test_baselines_are_of_the_same_distance_from_the_query_and_of_real_tokens() -> None:
@@ -271,19 +262,6 @@ def test_baselines_are_of_the_same_distance_from_the_query_and_of_real_tokens() 
         for b in range(3):
             following = [c % 3 for c in range(b + 1, b + 3) if real[c % 3, t]] or [b]
             assert float(other[b, t, 0]) == 100 * following[0] + t
-
-
-def test_16_bit_models_subtract_in_32() -> None:
-    """The contribution is summed in fp32 and the stream rounded once: exactly, whatever the width of the weights."""
-    model = pico_base().to(torch.bfloat16)
-    run = run_clean(model, prompts((11, 11)))
-    spec, head = run.specs[1], 2
-    own = contribution(model, run.prompt, spec, [head], "zero")
-    columns = structure_of(spec).weight_slices(spec, head).out
-    weight = structure_of(spec).out_proj(mixer_of(model, spec)).weight.double()[:, columns]
-    exact = run.prompt.activations.heads[spec.name].double()[..., columns] @ weight.T
-    assert own.dtype == torch.float32
-    assert float((own.double() - exact).abs().max()) < 1e-5 * float(exact.abs().max())
 
 
 @every_model
@@ -351,47 +329,6 @@ def test_leaves_the_model_and_its_own_state_alone(make: Any) -> None:
     assert all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
 
 
-def test_passes_count_the_blocks_that_ran() -> None:
-    """In full passes of one prompt, with what decoding the choices took."""
-    for batch, path_tokens in ((prompts((9, 14, 12)), 0), (long_prompts(3), None)):
-        run, (B, T) = run_clean(pico_base(), batch), batch.input_ids.shape
-        paths = run.paths.ids.numel() / T if path_tokens is None else 0
-        assert (paths > 0) == (path_tokens is None)
-        assert run.passes == pytest.approx(2 * B + paths)
-        before = run.passes
-        ablate(run, [[HeadId(1, 0)], [HeadId(2, 1), HeadId(1, 3)], [HeadId(0, 2)]])
-        assert run.passes - before == pytest.approx((B + paths) * (2 * 2 / 3 + 1))
-        before = run.passes
-        change_at_query(run, [Variant(ablate=(HeadId(2, 0),)), Variant(oracle=((HeadId(2, 1), "segment_end"),))])
-        assert run.passes - before == pytest.approx((B / T + paths) * 2 / 3)
-        assert run_clean(run.model, batch, stepwise=True).passes == pytest.approx(B + paths)
-
-
-@pytest.mark.parametrize("at_once", [1, 3])
-def test_memory_limits_the_variants_of_a_pass(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass holds streams 64 times as wide as a mixer's output. A decode step also holds four copies of its states."""
-    run, groups = run_of(pico_base), []
-
-    def counted(*args: Any, **kwargs: Any) -> list[ChoiceScores]:
-        groups.append(args[2])
-        return run_changed(*args, **kwargs)
-
-    monkeypatch.setattr(ablation_sweep, "run_changed", counted)
-    sets = [[HeadId(1, h)] for h in (0, 1, 2, 3, 0)]
-    expected = [at_once] * (5 // at_once) + [5 % at_once] * (5 % at_once > 0)
-    row = 64 * run.prompt.activations.output["L1H"][0].numel()
-    ablate(run, sets, memory=3 * at_once * row)
-    assert groups == expected
-    variants = [Variant(ablate=tuple(heads)) for heads in sets]
-    streams = 64 * run.prompt.activations.output["L1H"][0, 0].numel()
-    for row in (streams, streams + 4 * run.cache_bytes):  # with shared states, and with copied ones
-        for memory in (3 * at_once * row, 3 * (at_once + 1) * row - 1):
-            groups.clear()
-            change_at_query(run, variants, memory)
-            assert groups == expected
-        monkeypatch.setattr(ablation_sweep, "reading", lambda specs: ())
-
-
 EVERY_WAY = {
     **MODELS,
     "hybrid-eager": lambda: pico_hybrid([pico_site(1, [2])], attn_implementation="eager"),
@@ -413,52 +350,6 @@ def test_shared_states_equal_copied_ones(make: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ablation_sweep, "reading", lambda specs: ())
     assert_same(shared, change_at_query(run, variants))
     assert max(moved(run, shared)) > 1e-2
-
-
-@pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])
-def test_in_16_bits_shared_states_are_as_exact_as_copied_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root mean square distance from fp32."""
-    wide, narrow = run_of(lambda: base(name)), run_of(lambda: copy.deepcopy(base(name)).to(torch.bfloat16))
-    variants = [Variant(ablate=(head,)) for spec in wide.specs for head in spec.heads]
-    exact = change_at_query(wide, variants)
-
-    def error() -> float:
-        rounded = change_at_query(narrow, variants)
-        margins = [a.margin.float() - b.margin for a, b in zip(rounded, exact, strict=True)]
-        return float(torch.stack(margins).pow(2).mean().sqrt())
-
-    shared = error()
-    monkeypatch.setattr(ablation_sweep, "reading", lambda specs: ())
-    assert 0 < shared < 2 * error()
-
-
-@every_model
-def test_layers_below_the_lowest_change_do_not_run(make: Any) -> None:
-    """Variants of one layer run together, whatever their order."""
-    run, ran = run_of(make), []
-    for spec in run.specs:
-        out_proj = structure_of(spec).out_proj(mixer_of(run.model, spec))
-        out_proj.register_forward_pre_hook(lambda _, args, name=spec.name: ran.append((name, len(args[0]))))
-    change_at_query(run, [Variant(ablate=(HeadId(layer, 0),)) for layer in (2, 0, 2, 1)])
-    B = len(run.batch)
-    assert ran == [("L0H", B), ("L1H", B), ("L2H", B), ("L1H", B), ("L2H", B), ("L2H", 2 * B)]
-
-
-@pytest.mark.parametrize("is_long", [False, True])
-def test_values_of_several_tokens_are_decoded_from_copied_states(
-    is_long: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their tokens follow the query, so each variant needs its own state after it."""
-    run, shared = run_clean(pico_base(), long_prompts(3) if is_long else prompts()), []
-    fast = ablation_sweep.from_shared_states
-
-    def counted(model: Any, specs: Any, *args: Any) -> Any:
-        shared.append(len(specs))
-        return fast(model, specs, *args)
-
-    monkeypatch.setattr(ablation_sweep, "from_shared_states", counted)
-    change_at_query(run, [Variant(ablate=(HeadId(1, 0),))])
-    assert shared == [0 if is_long else 2]
 
 
 def test_of_several_questions_the_last_one_is_scored() -> None:

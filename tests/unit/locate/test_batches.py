@@ -43,20 +43,6 @@ def test_the_next_prompt_with_another_answer_gives_its_token(own: list[int], oth
     assert (ids != batch.input_ids).sum(1).eq(1).all() and torch.equal(batch.input_ids, before)
 
 
-def test_batches_are_no_limit() -> None:
-    """With one prompt a batch, too: the others are in other batches."""
-    batch = with_answers(5, 5, 7, 6)
-    (whole,) = counterfactuals([batch]) or ()
-    parts = counterfactuals([batch[i : i + 1] for i in range(4)]) or ()
-    assert torch.equal(torch.cat(list(parts)), whole)
-
-
-def test_the_other_answer_is_another_text_too() -> None:
-    """`red` and ` red` are other tokens and the same answer."""
-    (ids,) = counterfactuals([with_answers(5, 6, 7, targets=[6, 6, 7])]) or ()
-    assert at_answers(with_answers(5, 6, 7), ids) == [7, 7, 5]
-
-
 @each("own", [[5], [5, 5]])
 def test_prompts_with_one_answer_take_that_of_another_choice(own: list[int]) -> None:
     batch = with_answers(*own, targets=[9] * len(own))

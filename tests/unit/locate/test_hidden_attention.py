@@ -106,21 +106,6 @@ def test_an_ssm_heads_shares_are_the_lengths_of_what_tokens_add(name: str, more:
             np.testing.assert_allclose(found[head], expected, atol=2e-6)  # shares up to 1, in fp32
 
 
-def test_with_shared_scores_the_values_tell_heads_apart() -> None:
-    """n_groups=1 and one decay for all: the raw matrices of a layer are the same, the shares are not."""
-    model, batch = pico_base(), level(1)
-    spec, mixer = mixers(model)[1], model.backbone.layers[1].mixer
-    with torch.no_grad():
-        mixer.A_log.fill_(0.3)
-        mixer.dt_bias.fill_(0.2)
-        mixer.in_proj.weight[-spec.num_heads :] = 0
-    streams = streams_of(model, spec, batch)
-    raw = structure_of(spec).hidden_attention(mixer, spec, streams)
-    torch.testing.assert_close(raw, raw[:, :1].expand_as(raw))
-    found = list(head_matrices(model, batch, spec.heads).values())
-    assert all(np.abs(one - found[0]).max() > 0.02 for one in found[1:])
-
-
 @each("name", ["llama", "qwen2", "gpt_neox", "bamba", "zamba2"])
 def test_attention_weights_are_the_models_own(name: str) -> None:
     """Against what eager attention gives out; two blocks of Zamba2 share one attention module."""

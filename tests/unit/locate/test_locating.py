@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, RunError
-from surgery.locate.ablation_sweep import Variant
 from surgery.locate.locating import locate_heads
 from surgery.locate.scores import Record, Table, roles_of
 from surgery.locate.selection import rank
@@ -23,7 +21,6 @@ from surgery.recipe.methods import all_columns
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, better_read, head_set_from_json, to_json
 from tests.support.cases import each
 from tests.support.errors import NO_MEMORY, failing
-from tests.support.oracles import naive_ablate, naive_change_at_query
 from tests.support.pico import pico_base, pico_family, pico_tokenizer
 
 locating = import_module("surgery.locate.locating")
@@ -95,10 +92,6 @@ class TestRank:
     def test_by_each_method(self, method: str, order: list[str]) -> None:
         assert names(rank(HEADS, method)) == names(rank(HEADS[::-1], method)) == order
 
-    def test_ties_go_by_name(self) -> None:
-        heads = [scored(f"L{layer}H{h}") for layer in (2, 0) for h in (10, 9)]
-        assert names(rank(heads, "ablation")) == ["L0H9", "L0H10", "L2H9", "L2H10"]
-
 
 class TestRole:
     def test_by_both_tests(self) -> None:
@@ -114,33 +107,14 @@ class TestRole:
         assert roles_of(table_of(query=lost["query"]), range(3), 3) == ["aggregate", "neither", "neither"]
         assert roles_of(table_of(ablation=[0, 0, 0]), range(3), 3) == ["unmeasured"] * 3
 
-    def test_both_positions_share_one_error(self) -> None:
-        """Six answers lost are p = 1/64: below 0.05 for one position of one head, and not for two positions of two."""
-        lost = np.ones(16)
-        lost[:6] = 0
-
-        def roles(heads: int, *columns: str) -> list[str]:
-            return roles_of(table_of(**{c: [lost, *[1] * (heads - 1)] for c in columns}), range(heads), heads)
-
-        assert roles(1, "query") == ["aggregate"] and roles(3, "query")[0] == "aggregate"
-        assert roles(1, "query", "context") == ["both"]
-        assert roles(2, "query", "context") == ["neither", "neither"] and roles(4, "query")[0] == "neither"
-
     def test_the_better_column_is_read(self) -> None:
         gains = {"segment_end": 0.1, "answer_token": 0.3}
         assert better_read(gains) == "answer_token"
         assert better_read({**gains, "segment_end": 0.31}) == "segment_end"
         assert better_read({"query": 1.0}) is None
 
-    def test_the_answer_token_is_read_where_both_lose_margin(self) -> None:
-        assert better_read({"segment_end": -0.1, "answer_token": -0.3}) == "answer_token"
-        assert better_read({"segment_end": 0.1}) == "segment_end"
-
 
 class TestChoose:
-    def test_list_keeps_its_order(self) -> None:
-        assert names(choose(Splice(select="list", heads=("L1H0", "L0H0")))) == ["L1H0", "L0H0"]
-
     @each("unknown", ["L2H0", "L0H2", "L17H24"])
     def test_unknown_head_is_named(self, unknown: str) -> None:
         with pytest.raises(PlanError, match=rf"splice\.heads: {unknown}\. .*L0H0 to L1H1"):
@@ -159,12 +133,6 @@ class TestChoose:
             reordered = choosing.choose(rank(HEADS, "ablation"), SITES, splice, PROMPTS, s, FakeGains())
             assert names(reordered) == drawn[s]
         assert all(len(set(d)) == 2 for d in drawn) and {n for d in drawn for n in d} == set(names(HEADS))
-
-    @each("select", ["ablation", "gather", "aggregate"])
-    def test_best_of_a_ranking(self, select: Any) -> None:
-        ranked = rank(HEADS, select)
-        splice = Splice(select=select, num_heads=2)
-        assert choosing.choose(ranked, SITES, splice, PROMPTS, 0, FakeGains()) == ranked[:2]
 
     def test_sharpen_takes_the_next_given_the_first(self) -> None:
         """L0H1 is second alone, and adds nothing to the first; L0H0 does, by its other column."""
@@ -194,11 +162,6 @@ class TestChoose:
         listed = Splice(select="list", heads=("L1H0",))
         with pytest.raises(PlanError, match=r"splice\.heads: L1H0\. .*L0H0 to L0H1"):
             choosing.choose(ranked, SITES[:1], listed, PROMPTS, 0, FakeGains())
-
-    @each("select", ["sharpen", "ablation", "random", "gather", "aggregate"])
-    def test_nothing_where_nothing_can_be_spliced(self, select: Any) -> None:
-        ranked, splice = rank(HEADS, "sharpen"), Splice(select=select, num_heads=2)
-        assert choosing.choose(ranked, (), splice, PROMPTS, 0, FakeGains()) == ()
 
 
 class TestLocate:
@@ -231,12 +194,6 @@ class TestLocate:
         with pytest.raises(error, match=says):
             locate_heads(model, pico_tokenizer(), PROMPTS)
 
-    def test_logits_that_are_nan_are_refused_where_no_accuracy_is_needed(self) -> None:
-        model = self._model()
-        model.backbone.layers[0].mixer.D.data[1] = torch.nan
-        with pytest.raises(ModelError, match="are NaN"):
-            locate_heads(model, pico_tokenizer(), PROMPTS, Splice(select="random"))
-
     @each("error", NO_MEMORY)
     @each(("size", "hint"), [(4, "Lower it"), (1, "Lower locate.pairs")])
     def test_a_lack_of_memory_names_what_to_lower(
@@ -248,32 +205,6 @@ class TestLocate:
         for splice in (None, Splice(select="random")):
             with pytest.raises(RunError, match=rf"locate\.batch_size: {size}\. Out of memory\. {hint}"):
                 locate_heads(model, pico_tokenizer(), section, splice)
-
-    @each("splice", [Splice(select="list", heads=("L1H2",)), Splice(select="random")])
-    def test_heads_that_no_ranking_chooses_need_no_accuracy(self, splice: Splice) -> None:
-        found = locate_heads(self._model(), pico_tokenizer(), PROMPTS, splice)
-        assert len(found.chosen) == 1 and found.chosen[0] in found.heads
-
-    def test_heads_can_be_measured_on_another_probe(self) -> None:
-        section = Locate(task="phonebook", pairs=3, value_digits=(2, 2), examples=2, batch_size=2)
-        batches = locating.PromptBatches(self._model(), pico_tokenizer(), section, 0)
-        assert [d.task for d in batches.documents(0) or ()] == ["phonebook"] * 2
-        found = locate_heads(self._model(), pico_tokenizer(), section, Splice(select="random"))
-        assert {"query", "segment_end"} <= found.heads[0].scores.keys() and found.clean["accuracy"].n == 2
-
-    def test_a_search_with_own_data_begins_with_prompts_of_both_kinds(self, tmp_path: Path) -> None:
-        rows = [{"prompt": f"a:{n}\nb:{n + 1}\nb is", "answer": str(n + 1)} for n in range(20, 84)]
-        (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        options = {"data": str(tmp_path / "own.jsonl"), "examples": 64, "generated": 64, "batch_size": 8, "pairs": 2}
-        shuffled = Locate(**options, search={"first": 32})
-        model, tokenizer = pico_base(vocab_size=len(pico_tokenizer())), pico_tokenizer()
-        found = locating.PromptBatches(model, tokenizer, shuffled, 0)
-        first = [document.text for index in range(4) for document in found.documents(index) or ()]
-        own = [text for text in first if "\nb is" in text]
-        assert 0 < len(own) < len(first) and own != sorted(own)
-        plain = locating.PromptBatches(model, tokenizer, Locate(**options), 0)
-        texts = [[d.text for i in range(16) for d in batches.documents(i) or ()] for batches in (found, plain)]
-        assert texts[0] != texts[1] and sorted(texts[0]) == sorted(texts[1])
 
     def test_a_base_at_ceiling_is_refused(self) -> None:
         class Table:
@@ -288,12 +219,6 @@ class TestLocate:
         section = PROMPTS.model_copy(update={"methods": ("query",)})
         with pytest.raises(RecipeError, match=rf"splice\.select: {select}\. Add \w+ to locate\.methods"):
             locate_heads(self._model(), pico_tokenizer(), section, Splice(select=select))
-
-    def test_chance_is_that_of_the_prompts(self) -> None:
-        """Four choices a prompt, whatever the section says of pairs."""
-        prompts = locating.PromptBatches(self._model(), pico_tokenizer(), PROMPTS, 0)
-        wider = PROMPTS.model_copy(update={"pairs": 24})
-        assert locating.PromptBatches(self._model(), pico_tokenizer(), wider, 0, prompts.batches).chance == 0.25
 
     def test_a_baseline_needs_other_prompts(self) -> None:
         section = PROMPTS.model_copy(update={"fill": "mean", "examples": 5})
@@ -353,49 +278,6 @@ class TestLocate:
         assert all(s.reads in ("segment_end", "answer_token") and s.given == () for s in two.chosen)
         assert steps[: len(steps) // 2] == steps[len(steps) // 2 :]
 
-    @each("select", ["random", "uniform"])
-    def test_without_a_ranking_heads_are_in_the_order_of_the_default(self, select: str, any_accuracy: None) -> None:
-        def order(*methods: str) -> tuple[HeadId, ...]:
-            section = PROMPTS.model_copy(update={"methods": methods})
-            found = locate_heads(self._model(), pico_tokenizer(), section, Splice(select=select))
-            assert names(found.heads) == names(rank(found.heads, by[methods]))
-            return tuple(s.head for s in found.heads)
-
-        by = {("sharpen", "patching"): "patching", ("sharpen", "ablation"): "sharpen"}
-        assert len({order(*methods) for methods in by}) == 2
-
-    def test_signs(self, any_accuracy: None) -> None:
-        """Ablation columns are what is lost, sharpen columns what is gained: against one naive margin each."""
-        model = self._model()
-        found = {s.head: s for s in locate_heads(model, pico_tokenizer(), PROMPTS).heads}
-        prompts, head = locating.PromptBatches(model, pico_tokenizer(), PROMPTS, 0), HeadId(0, 2)
-
-        def mean(changed: Any) -> float:
-            return float(
-                torch.cat([changed(run)[0].margin - run.scores.margin for _, run in prompts.clean_runs()]).mean()
-            )
-
-        lost = mean(lambda run: naive_ablate(run, [[head]]))
-        gained = mean(lambda run: naive_change_at_query(run, [Variant(oracle=((head, "segment_end"),))]))
-        assert found[head].scores["ablation"].value == pytest.approx(-lost, abs=1e-4)
-        assert found[head].scores["segment_end"].value == pytest.approx(gained, abs=1e-4)
-
-    def test_at_the_query_alone(self, any_accuracy: None) -> None:
-        """Fewer columns, the same numbers; nothing is said of the context, so no head gathers."""
-        model, steps = self._model(), []
-        whole = {s.head: s for s in locate_heads(model, pico_tokenizer(), PROMPTS).heads}
-        section = PROMPTS.model_copy(update={"methods": ("query", "patching", "sharpen")})
-        part = locate_heads(model, pico_tokenizer(), section, progress=lambda *at: steps.append(at))
-        assert steps == [(i + 1, 2 * 4) for i in range(2 * 4)], "two batches: ablation, patching and both oracle reads"
-        columns = ("query", "patching", "segment_end", "answer_token")
-        for head in part.heads:
-            assert set(head.scores) == {*columns, *(f"{c}_accuracy" for c in columns)}
-            for c in columns:
-                same = asdict(head.scores[c]) == pytest.approx(asdict(whole[head.head].scores[c]), abs=1e-4)
-                assert same, "but for rounding: the clean query is a decode step too"
-            assert head.role in ("aggregate", "neither")
-        assert names(part.chosen) == names(part.heads)[:1] and len(part.heads) == 8
-
     @each("family, select", [("bamba", "patching"), ("zamba2", "sharpen"), ("llama", "aggregate")])
     def test_attention_heads_are_measured_and_never_chosen(self, family: str, select: str, any_accuracy: None) -> None:
         model = pico_family(family, vocab_size=1024)
@@ -407,18 +289,6 @@ class TestLocate:
         assert {s.head.mixer for s in found.chosen} <= sites
         assert len(found.chosen) == (2 if sites else 0)
         assert head_set_from_json(to_json(found)) == found
-
-    def test_same_seed_same_heads(self, any_accuracy: None) -> None:
-        one, again, other = (locate_heads(self._model(), pico_tokenizer(), PROMPTS, seed=s) for s in (1, 1, 2))
-        assert one == again and one.clean != other.clean
-
-    @each("select", ["random", "ablation", "list"])
-    def test_progress_ends_at_its_end(self, select: Any, any_accuracy: None) -> None:
-        steps: list[tuple[int, int]] = []
-        splice = Splice(select="list", heads=("L0H0",)) if select == "list" else Splice(select=select, num_heads=3)
-        found = locate_heads(self._model(), pico_tokenizer(), PROMPTS, splice, progress=lambda *at: steps.append(at))
-        assert found.method == select and len(found.chosen) == (1 if select == "list" else 3)
-        assert steps[-1][0] == steps[-1][1]
 
     @pytest.mark.parametrize("refused", [False, True])
     @each("training", [False, True])
@@ -447,16 +317,3 @@ def test_own_prompts_are_measured_with_generated_ones(tmp_path: Path) -> None:
         locate_heads(
             pico_base(vocab_size=len(pico_tokenizer())), pico_tokenizer(), section.model_copy(update={"generated": 0})
         )
-
-
-@each(
-    ("fields", "message"),
-    [
-        ({"generated": 3}, "`generated` needs `data`"),
-        ({"data": {"path": "own.jsonl"}}, "Set `data.columns.answer_span` to a column or `auto`"),
-        ({"data": {"path": "own.jsonl", "columns": {"text": "text"}}}, "plain text, which asks nothing"),
-    ],
-)
-def test_own_prompts_need_places(fields: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Locate(**fields)

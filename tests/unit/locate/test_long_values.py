@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -130,25 +129,6 @@ def test_a_change_at_the_query_leaves_its_states_behind(name: str) -> None:
     for variant in variants_of(run):
         found = change_at_query(run, [variant])[0].margin
         assert_margins(found, margins(whole_passes(run.model, run.batch, changed_at_query(run, variant)), run.batch))
-
-
-def test_chunks_change_nothing() -> None:
-    run = run_of("zamba2")
-    sets, variants = sets_of(run), variants_of(run)
-    for one, other in (
-        (ablate(run, sets), ablate(run, sets, memory=1)),
-        (change_at_query(run, variants), change_at_query(run, variants, memory=1)),
-    ):
-        assert_margins(torch.stack([s.margin for s in one]), torch.stack([s.margin for s in other]))
-
-
-def test_one_token_is_scored_as_before_whatever_stands_behind_it() -> None:
-    """Choices of one token in a wider batch: the difference of their logits."""
-    batch = long_prompts()
-    single = replace(batch, choice_rest=None)[1:2]  # a prompt whose choices have one token each
-    model = MODELS["mamba2"]()
-    assert (batch.choice_rest[1] < 0).all()
-    assert_margins(run_clean(model, batch).scores.margin[1:2], run_clean(model, single).scores.margin)
 
 
 def test_locate_with_a_tokenizer_that_cuts_numbers_into_digits() -> None:

@@ -13,7 +13,6 @@ from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.locating import locate_heads
 from surgery.locate.memory import LocateMemory, locate_memory
 from surgery.models.meters import Meter, belongings
-from surgery.models.sizes import meta_model
 from surgery.recipe import Locate
 from tests.support.cases import each
 from tests.support.pico import pico_base, pico_family, pico_tokenizer, prompts
@@ -39,17 +38,6 @@ def test_the_estimate_is_what_a_clean_run_holds(name: str) -> None:
         assert memory.weights == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         assert memory.total == memory.weights + memory.activations + memory.states
         del run
-
-
-def test_shapes_are_enough_and_the_largest_batch_counts() -> None:
-    model, small, large = pico_base(), prompts((9, 14)), prompts((30, 20, 21))
-    meta = meta_model(model.config)
-    assert estimated(meta, STEP, small, large) == estimated(model, STEP, large) != estimated(model, STEP, small)
-
-
-def test_the_text_names_every_part() -> None:
-    text = str(LocateMemory(weights=2**30, activations=3 * 2**20, states=5 * 2**10))
-    assert text.startswith("1.00 GiB held on a device (weights 1.00 GiB, activations 3.00 MiB, states 5.00 KiB)")
 
 
 @each("methods", [("patching", "sharpen"), ("ablation", "patching", "context")])

@@ -16,7 +16,7 @@ from surgery.locate import selection
 from surgery.locate.locating import locate_heads
 from surgery.locate.methods import METHODS, Column, LocateBatch, register_method
 from surgery.recipe import Locate, Search, Splice
-from surgery.recipe.methods import RANKINGS, all_columns, is_greedy
+from surgery.recipe.methods import RANKINGS, all_columns
 from tests.support.cases import each
 from tests.support.pico import pico_base, pico_tokenizer, prompts
 
@@ -133,15 +133,6 @@ class TestNamesOfOthers:
             register_method("size", [Column(name, "", effect="gain")])(size)
         assert all_columns()["ablation"].effect == "loss" and "size" not in METHODS
 
-    def test_a_column_is_given_once(self) -> None:
-        with pytest.raises(RecipeError, match="size: column: size"):
-            register_method("size", [Column("size", ""), Column("size", "")])(size)
-
-    def test_a_method_registered_again_has_its_columns(self) -> None:
-        for _ in range(2):
-            register_method("size", [Column("size", "", effect="loss")])(size)
-        assert "size" in all_columns()
-
     @each("name", ["random", "uniform", "list"])
     def test_a_selection_without_scores_is_no_ranking(self, name: str) -> None:
         with pytest.raises(RecipeError, match=f"way to select heads: {name}"):
@@ -149,46 +140,11 @@ class TestNamesOfOthers:
         assert name not in RANKINGS
 
 
-def test_selections_need_their_methods() -> None:
-    assert {select: method.name for select, method in RANKINGS.items()} == {
-        "ablation": "ablation",
-        "aggregate": "query",
-        "gather": "context",
-        "patching": "patching",
-        "sharpen": "sharpen",
-    }
-
-
-def test_the_oracle_read_alone_is_greedy_and_measures_reads() -> None:
-    assert [name for name, method in METHODS.items() if method.measures_reads] == ["sharpen"]
-    assert [select for select in (*RANKINGS, "random", "uniform", "list") if is_greedy(select)] == ["sharpen"]
-
-
-def test_captions_say_what_a_column_measures() -> None:
-    columns = all_columns()
-    assert columns["query"].caption == "Answer margin (logits) lost with the head removed at the query token alone."
-    assert columns["segment_end"].caption.startswith("Answer margin (logits) gained with the head reading the end")
-    share = Column("entropy", "entropy of the query's row, 1 where it is uniform", unit="share")
-    assert share.caption == "Attention pattern (0 to 1): entropy of the query's row, 1 where it is uniform."
-    assert Column("unknown", "").caption == "Answer margin (logits)."
-
-
 @pytest.mark.usefixtures("registered")
 def test_methods_that_read_text_need_documents() -> None:
     register_method("size", [Column("size", "length of its output")], needs_text=True)(size)
     with pytest.raises(ProbeError, match=r"locate.methods: size. It reads the text"):
         located("query", "size", batches=[prompts()])
-
-
-def test_unknown_names_are_answered_with_the_known() -> None:
-    with pytest.raises(ValueError, match=r"Did you mean ablation\? Use one of: ablation, query, .*sharpen"):
-        Locate(methods=("ablatoin",))
-    with pytest.raises(ValueError, match=r"Use one of: .*gather.*, random, uniform, list"):
-        Splice(select="nothing")
-    with pytest.raises(
-        ValueError, match=r"way to select heads. Add bench.plugins.baselines to `plugins`, and set PYTH"
-    ):
-        Splice(select="attribution")
 
 
 def test_recipes_are_validated_without_torch() -> None:

@@ -29,11 +29,6 @@ def test_losses_and_gains_have_their_signs() -> None:
     assert scores["attribution"][0].value == pytest.approx(-1 / 3)
 
 
-def test_what_was_not_measured_has_no_prompts() -> None:
-    scores = scores_of(Table([record(0, [1.0, 2.0])]), 0)
-    assert [i.n for i in scores["query"]] == [2, 0]
-
-
 def test_each_row_has_the_interval_of_its_own_prompts() -> None:
     values = np.random.default_rng(0).normal(size=(4, 20))
     values[1, 10:] = values[3, 10:] = np.nan

@@ -6,33 +6,22 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ValidationError
 
-from surgery.data.encoding import encode
 from surgery.data.generated import maker
-from surgery.data.ranking import answer_choices
 from surgery.errors import ProbeError
 from surgery.evaluate.evaluation import evaluate_model
 from surgery.evaluate.prompts import make_prompts
-from surgery.locate.batches import PromptBatches
-from surgery.probes.documents import Document, rng_of
-from surgery.probes.kv_retrieval import kv_document, kv_prompts
+from surgery.probes.documents import rng_of
 from surgery.probes.pairs import fillers, num_values, numbers
-from surgery.probes.registry import PROBES, Options
+from surgery.probes.registry import PROBES
 from surgery.probes.words import FILLER
-from surgery.recipe import Evaluate, EvaluationTask, Locate, Source
+from surgery.recipe import Evaluate, EvaluationTask, Source
 from tests.support.pico import pico_base, pico_tokenizer
 
 FILLED = ("kv_retrieval", "phonebook", "json_kv", "multi_hop", "records", "key_echo", "kv_repeated")
 SIZED = ("kv_retrieval", "phonebook", "json_kv", "records", "key_echo", "kv_repeated")
-RANKED = tuple(task for task in SIZED if PROBES[task].scoring == "choices")
 WORDS = re.compile(rf"(?: (?:{'|'.join(FILLER)}))+")
-
-
-def document(task: str, seed: int = 0, split: Any = "eval", **options: Any) -> Document:
-    given = {"pairs": 6, "tokenizer": pico_tokenizer(), **options}
-    return PROBES[task].generate(rng_of("filler", task, seed), split, Options(**given))
 
 
 def test_the_lists_here_are_those_of_the_classes() -> None:
@@ -55,22 +44,6 @@ def test_fillers_cover_their_range() -> None:
             fillers(rng_of(0), 3, words)
 
 
-def test_values_have_as_many_tokens_as_halves_and_one_more_for_a_zero_before_a_digit() -> None:
-    tokenizer = pico_tokenizer()
-    for task in SIZED:
-        for digits in ((1, 2), (3, 4), (7, 8)):
-            made = document(task, value_digits=digits)
-            values = [made.text[slice(*q.value)] for q in made.questions if q.value]
-            values += [choice for q in made.questions for choice in q.choices]
-            values += re.findall(r":(\d+) [a-z]+\n", made.text) if task == "key_echo" else []
-            for value in values:
-                halves = re.findall(r"\d\d?", value)
-                with_zero = sum(half[0] == "0" < half for half in halves)  # such as 07, which is two tokens
-                ids = tokenizer(value.strip(), add_special_tokens=False)["input_ids"]
-                assert len(ids) == digits[1] // 2 + with_zero, (task, value)
-            assert len({len(value) for value in values}) == 1, "of one length in a document"
-
-
 def test_numbers_are_different_and_their_lengths_are_those_with_enough_of_them() -> None:
     lengths = set()
     for seed in range(60):
@@ -85,32 +58,6 @@ def test_numbers_are_different_and_their_lengths_are_those_with_enough_of_them()
     for digits in ((0, 2), (3, 2)):
         with pytest.raises(ProbeError, match="value_digits"):
             numbers(rng_of(0), 4, digits)
-
-
-def test_choices_that_share_their_first_token_are_told_apart_by_more() -> None:
-    """40 of 900 numbers: two begin with the same two digits."""
-    for task in RANKED:
-        batch = encode([document(task, pairs=40, value_digits=(3, 3))], pico_tokenizer())
-        choices, gold = batch.last_question()
-        assert batch.choice_rest.shape[-1] == 1, task
-        assert len({tuple(choice) for choice in choices[0].tolist()}) == 40, task
-        assert choices[0, gold[0], 0] == batch.target[0, int((batch.gold[0] >= 0).sum()) - 1], task
-
-
-@torch.no_grad()
-def test_a_ranked_value_of_several_tokens_has_the_likelihood_of_all_of_them() -> None:
-    model, tokenizer = pico_base(vocab_size=1024, layers=1).eval(), pico_tokenizer()
-    made = kv_document(rng_of("rank"), 40, split="eval", value_digits=(3, 3))
-    (question,) = made.questions
-    prompt = tokenizer(made.text[: question.answer[0]], add_special_tokens=False)["input_ids"]
-    scores = []
-    for choice in question.choices:
-        ids = tokenizer(choice, add_special_tokens=False)["input_ids"]
-        logits = model(torch.tensor([[*prompt, *ids]])).logits[0].log_softmax(-1)
-        scores.append(sum(float(logits[len(prompt) - 1 + i, token]) for i, token in enumerate(ids)))
-    others = [score for i, score in enumerate(scores) if i != question.gold]
-    ranked = answer_choices(model, tokenizer, [made], 1)
-    assert float(ranked.margin[0]) == pytest.approx(scores[question.gold] - max(others), abs=1e-3)
 
 
 def source(**given: Any) -> Source:
@@ -169,34 +116,3 @@ def test_a_task_is_evaluated_near_and_far_on_the_same_pairs() -> None:
     model = pico_base(vocab_size=1024, layers=1)
     summary = evaluate_model(model, pico_tokenizer(), section, 0, prompts).summary
     assert set(summary) == {"kv_retrieval", "kv_far"} and set(summary["kv_far"]) == {"3", "5"}
-
-
-def test_locating_uses_both_and_by_default_the_prompts_of_always() -> None:
-    model, tokenizer = pico_base(vocab_size=1024, layers=1), pico_tokenizer()
-
-    def documents(**given: Any) -> list[Document]:
-        section = Locate.model_validate({"pairs": 4, "examples": 3, "batch_size": 2, **given})
-        batches = PromptBatches(model, tokenizer, section, 5)
-        return [made for i in range(len(batches)) for made in batches.documents(i) or []]
-
-    assert documents() == [kv_document(rng_of("locate", 5, i), 4, split="eval") for i in range(3)]
-    filled = documents(filler=[3, 3], value_digits=[5, 5])
-    assert filled == kv_prompts("locate", 5, 3, 4, (3, 3), (5, 5)) != documents()
-    for made in filled:
-        lines = re.findall(r"^[a-z]+((?: [a-z]+){3}):(\d{5})$", made.text, re.M)
-        assert len(lines) == 4
-    with pytest.raises(ValidationError, match="fewer than 24 `pairs`"):
-        Locate.model_validate({"value_digits": [1, 1]})
-
-
-def test_json_of_an_evaluation_has_the_digits_of_its_groups() -> None:
-    task = {"task": "json_kv", "name": "json_short", "pairs": [4], "groups": [4]}
-    section = Evaluate.model_validate({"tasks": [task], "examples": 3})
-    for prompt in make_prompts(section, 0, tokenizer=pico_tokenizer()).choices["json_short/4"]:
-        assert all(re.fullmatch(r"[0-9a-f]{4}", choice) for choice in prompt.questions[0].choices)
-    for wrong, message in (
-        ({"task": "records", "groups": [4]}, "does not use `groups`"),
-        ({**task, "groups": [2, 2]}, "first"),
-    ):
-        with pytest.raises(ValidationError, match=message):
-            Evaluate.model_validate({"tasks": [wrong]})

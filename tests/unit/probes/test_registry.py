@@ -10,7 +10,6 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from surgery.data.generated import maker
 from surgery.errors import ProbeError, RecipeError, SurgeryError
 from surgery.evaluate.lm_eval_files import lm_eval_groups
 from surgery.evaluate.prompts import make_prompts
@@ -90,26 +89,6 @@ def test_an_attribute_of_another_form_is_refused() -> None:
     assert "wrong" not in PROBES
 
 
-def test_questions_without_pairs_are_as_many_as_the_source_has(planted: Probe) -> None:
-    seen: list[Options] = []
-
-    class Asking(Planted):
-        pairs, options = None, ("questions", "needles")  # type: ignore[assignment]
-
-        def document(self, rng: Random, split: Split, options: Options) -> Document:
-            seen.append(options)
-            return PROBES["copying"].document(rng, split, Options(pairs=3))
-
-    register_probe("planted_asking")(Asking)
-    try:
-        for questions in (1, 3):
-            row = {"task": "planted_asking", "rows": 1, "questions": questions, "weights": {"answer": 1.0}}
-            maker(Source.model_validate(row), rng_of(0))()
-    finally:
-        del PROBES._entries["planted_asking"]
-    assert [(o.questions, o.needles) for o in seen] == [(1, 4), (3, 4)]
-
-
 def test_the_schema_has_its_name_and_its_bounds(planted: Probe) -> None:
     row = {"rows": 1, "weights": {"answer": 1.0}}
     assert Source.model_validate({"task": "planted_copy", "pairs": [3, 20], **row}).probe is planted
@@ -170,9 +149,3 @@ def test_an_error_of_a_probes_code_has_its_name_and_place(planted: Probe) -> Non
 def test_a_drawn_text_is_a_string() -> None:
     with pytest.raises(ProbeError, match=r"draw: list\. Its function has"):
         draw("train", lambda: ["red"])  # type: ignore[arg-type, return-value]
-
-
-def test_a_tokenizer_that_is_needed_is_asked_for() -> None:
-    for task in (name for name in BUILT_IN if PROBES[name].needs_tokenizer):
-        with pytest.raises(ProbeError, match=f"The text of {task} depends on the tokenizer"):
-            PROBES[task].check_tokenizer(None)

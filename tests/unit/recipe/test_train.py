@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from surgery.recipe import Recipe, Source, Train, TrainStage, Weights
+from surgery.recipe.optimizer import RATES, rates
 from tests.support.cases import each
 
 DOCS = Path(__file__).parents[3] / "docs" / "TRAINING.md"
@@ -45,31 +46,29 @@ def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[s
     assert not Train.model_validate({"stages": stages, "control": False}).has_control
 
 
-@each(
-    ("change", "says"),
-    [
-        ({"data": {"path": "x", "columns": {"text": "t"}}}, "plain text has no answers"),
-        ({"weights": {"attention": 1.0}}, "answer_span` to a column or to `auto`, or `weights.attention` to 0"),
-        ({"task": "sentence", "data": None}, "no answers"),
-        ({"task": "sentence", "data": None, "weights": {"attention_kl": 1.0}}, "`weights.attention_kl` to 0"),
-        ({"data": {"path": "x", "columns": {"text": "a", "messages": "b"}}}, "not both"),
-        ({"weights": {"answer": 0.0}}, "every weight is 0"),
-        ({"rows": 3}, "either `rows` or `tokens`"),
-        ({"data": None, "task": "kv_retrieval", "max_tokens": 5}, "kv_retrieval has no `max_tokens`"),
-        ({"data": None, "task": "needle_single"}, "needle_single needs `max_tokens`"),
-        ({"data": None, "task": "needle_multi_key", "max_tokens": 300, "pairs": [2, 17]}, "takes 2 to 16 `pairs`"),
-        ({"data": None, "task": "multi_hop"}, "takes 4 to 100 `pairs`, not 2 to 16"),
-        ({"data": None, "task": "json_kv", "pairs": [2, 91]}, "takes 2 to 90 `pairs`"),
-        (
-            {"data": None, "task": "multi_hop", "pairs": [4, 8], "questions": 2},
-            "multi_hop has one question",
-        ),
-        ({"questions": 2}, "x.jsonl has one question"),
-        ({"data": None, "task": "phonebook", "groups": [4]}, "has no groups"),
-        ({"data": None, "task": "json_kv", "groups": [2, 2]}, "at least 3 in the first"),
-        ({"data": None, "task": "copying", "weights": {"attention": 1.0}}, "no gold position"),
-    ],
-)
+# Keys that change OWN, and what the error says.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"data": {"path": "x", "columns": {"text": "t"}}}, "plain text has no answers"),
+    ({"weights": {"attention": 1.0}}, "answer_span` to a column or to `auto`, or `weights.attention` to 0"),
+    ({"task": "sentence", "data": None}, "no answers"),
+    ({"task": "sentence", "data": None, "weights": {"attention_kl": 1.0}}, "`weights.attention_kl` to 0"),
+    ({"data": {"path": "x", "columns": {"text": "a", "messages": "b"}}}, "not both"),
+    ({"weights": {"answer": 0.0}}, "every weight is 0"),
+    ({"rows": 3}, "either `rows` or `tokens`"),
+    ({"data": None, "task": "kv_retrieval", "max_tokens": 5}, "kv_retrieval does not use `max_tokens`"),
+    ({"data": None, "task": "needle_single"}, "needle_single needs `max_tokens`"),
+    ({"data": None, "task": "needle_multi_key", "max_tokens": 300, "pairs": [2, 17]}, "takes 2 to 16 `pairs`"),
+    ({"data": None, "task": "multi_hop"}, "takes 4 to 100 `pairs`, not 2 to 16"),
+    ({"data": None, "task": "multi_hop", "pairs": [4, 8], "questions": 2}, "multi_hop does not use `questions`"),
+    ({"questions": 2}, "x.jsonl does not use `questions`"),
+    ({"train_eos": True}, "x.jsonl does not use `train_eos`: remove it, or set `data.end`"),
+    ({"data": None, "task": "phonebook", "groups": [4]}, "does not use `groups`"),
+    ({"data": None, "task": "json_kv", "groups": [2, 2]}, "at least 3 in the first"),
+    ({"data": None, "task": "copying", "weights": {"attention": 1.0}}, "no gold position"),
+]
+
+
+@each(("change", "says"), REFUSED)
 def test_sources_that_mean_nothing_are_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Source.model_validate({**OWN, **change})
@@ -119,3 +118,18 @@ def test_other_sources_need_weights_and_the_error_has_an_example(source: dict[st
     with pytest.raises(ValidationError, match=rf"needs `weights`, such as `weights: {{{weight}: 1.0}}`"):
         Source.model_validate(source)
     Source.model_validate({**source, "weights": {weight: 1.0}})
+
+
+def test_rates_are_those_of_the_recipes_at_their_sizes_and_fall_between() -> None:
+    assert [rates(size) for size, _, _ in RATES] == [(base, heads) for _, base, heads in RATES]
+    values = [rates(10**n) for n in range(1, 13)]
+    assert values[0] == RATES[0][1:] and values[-1] == RATES[-1][1:]
+    assert values == sorted(values, reverse=True) and values[6] not in (values[5], values[9])
+
+
+def test_every_stage_without_rates_gets_those_of_its_base() -> None:
+    stages = [{"name": name, "sources": [KV], "optimizer": {"lr": lr}} for name, lr in (("a", None), ("b", 0.5))]
+    sized = [train.at_size(130_000_000) for train in (Train.model_validate({"stages": stages}), Train())]
+    found = [(stage.optimizer.lr, stage.optimizer.new_heads_lr) for train in sized for stage in train.sequence]
+    assert found == [(2e-4, 2e-3), (0.5, 2e-3), (2e-4, 2e-3)]
+    assert [train.at_size(100) for train in sized] == sized

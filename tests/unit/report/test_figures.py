@@ -15,10 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from surgery.recipe.methods import Column, all_columns
-from surgery.report.figures import by_value, heatmaps
-from surgery.report.figures.attention import _wrap, attention_map
+from surgery.report.figures import heatmaps
+from surgery.report.figures.attention import attention_map
 from surgery.report.figures.by_value import results_by_value, tasks_by_part
-from surgery.report.figures.canvas import add_axes, label_ends, looks_of, new_figure
 from surgery.report.figures.costs import costs_by_length
 from surgery.report.figures.curves import accuracy_by_pairs, training_curve
 from surgery.report.figures.heatmaps import head_maps, panel_columns
@@ -98,19 +97,6 @@ def test_same_input_same_bytes_in_three_files_whatever_the_users_settings(stem: 
     assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
 
 
-def test_names_beside_a_figure_do_not_overlap_and_stay_below_its_top() -> None:
-    axes = add_axes(new_figure(4, 4), 0.5, 0.5, 3, 3)
-    axes.set(xlim=(0, 1), ylim=(0, 2))
-    label_ends(axes, [(name, 1, y, "red") for name, y in zip("abcd", (1.99, 0.2, 1.98, 0.21), strict=True)], gap=0.1)
-    heights = {text.get_text(): text.get_position()[1] for text in axes.texts}
-    assert [heights[name] for name in "bdca"] == pytest.approx([0.1, 0.2, 0.9, 1.0])
-
-
-def test_arms_without_a_look_get_one_of_their_own() -> None:
-    found = looks_of(["base", "mine", "transformer", "yours"])
-    assert len({colour for colour, _ in found.values()}) == 4 and found["base"] == looks_of(["base"])["base"]
-
-
 # ---- head maps
 
 
@@ -129,14 +115,6 @@ def test_panels_are_what_was_measured(tmp_path: Path, figures: list[Figure], mon
         "Attention pattern (0 to 1); colours from −0.5 to 0.5", "Answer margin (logits); colours from −40 to 40"
     }  # fmt: skip
     assert scales <= texts(figures[0])
-
-
-def test_head_maps_of_any_geometry(tmp_path: Path, figures: list[Figure]) -> None:
-    for layers, heads in ((1, 1), (13, 3)):
-        last = layers * heads - 1
-        table = head_maps(head_set(layers, heads, tuple({last, last // 2})), tmp_path)[2]
-        assert len(rows_of(table)) == layers * heads and f"L{layers - 1}H{heads - 1}" in texts(figures[-1])
-        assert figures[-1].get_figwidth() < 30
 
 
 @pytest.mark.usefixtures("figures")
@@ -188,57 +166,7 @@ def test_training_curve_of_few_zero_or_missing_losses(tmp_path: Path) -> None:
         assert len(rows_of(training_curve(history, tmp_path)[2])) == len(history), history
 
 
-def test_attention_wraps_a_long_prompt_after_newlines() -> None:
-    tokens = (["key", ":", "7", "\n"] * 33)[:130]
-    lines = _wrap(tokens, 39)
-    assert [a for a, _ in lines[1:]] == [b for _, b in lines[:-1]] and (lines[0][0], lines[-1][1]) == (0, 130)
-    assert all(b - a <= 39 for a, b in lines) and all(tokens[b - 1] == "\n" for _, b in lines[:-1])
-    assert _wrap(["x"] * 130, 40) == [(0, 40), (40, 80), (80, 120), (120, 130)]
-
-
-def test_every_arm_and_mark_is_named(tmp_path: Path, figures: list[Figure]) -> None:
-    for stem, names in {
-        "efficiency": {"base", "hybrid", "mine"},
-        "prune": {
-            "KV-retrieval (retrieval; chance 0.10)",
-            "mine (retrieval)",
-            "2",
-            "layers kept, counted from the first",
-        },
-        "tasks_by_arm": {"one_head_off", "closed-book facts, held-out half (knowledge; chance 0.06)", "perplexity"},
-    }.items():
-        DRAW[stem](tmp_path)
-        assert names <= texts(figures[-1]), stem
-
-
 # ---- sweeps
-
-
-@pytest.mark.usefixtures("figures")
-def test_numbers_of_a_sweep_are_joined_in_order_and_other_values_are_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines: list[tuple[Any, ...]] = []
-
-    def record(axes: Any, places: Any, results: Any, look: Any, key: str, joined: bool) -> None:
-        lines.append((list(places), [result["value"] for result in results], joined))
-
-    monkeypatch.setattr(by_value, "draw_intervals", record)
-    for values, places, accuracies, joined in (
-        ((8, 0, 1), [0, 1, 2], [0.3, 0.35, 0.7], True),
-        (("sharpen", "random"), [0, 1], [0.5, 0.4], False),
-        ((True, False), [0, 1], [0.5, 0.4], False),
-        ((["L0H1"], ["L1H0"]), [0, 1], [0.5, 0.4], False),
-    ):
-        lines.clear()
-        given = [
-            sweep_row({"key": value}, 0.3 + value / 20 if joined else 0.5 - i / 10) for i, value in enumerate(values)
-        ]
-        table = rows_of(results_by_value(given, ["key"], tmp_path)[2])
-        assert lines == [(places, pytest.approx(accuracies), joined)] * 5, values
-        assert list(dict.fromkeys(r["result"] for r in table)) == [
-            "retrieval tasks: accuracy", "knowledge tasks: accuracy", "KV bytes a token", "state bytes", "new weights",
-        ]  # fmt: skip
 
 
 def test_a_second_key_gives_series_and_a_teacher_a_panel(tmp_path: Path, figures: list[Figure]) -> None:

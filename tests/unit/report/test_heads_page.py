@@ -141,18 +141,6 @@ def test_what_was_not_measured_is_empty(tmp_path: Path) -> None:
     assert row["query"] and not row["ablation"] and not row["reads"]
 
 
-def test_a_chosen_head_has_what_was_measured_when_it_was_chosen(tmp_path: Path) -> None:
-    heads = head_set()
-    first, second = heads.chosen
-    scores = {"gain_given": second.scores["query"]}
-    given = replace(second, reads="answer_token", scores=scores, given=(first.head,))
-    _, data, _ = written(tmp_path, replace(heads, chosen=(first, given)))
-    row = next(h for h in data["heads"] if h["name"] == str(second.head))
-    assert row["given"] == [str(first.head)] and row["reads"] == "answer_token"
-    keys = [column["key"] for column in data["columns"]]
-    assert keys[-1] == "gain_given" and all(s is not None for s in row["scores"])
-
-
 def test_csv_holds_every_score_in_full(tmp_path: Path) -> None:
     heads = head_set()
     rows = list(csv.DictReader(write_csv(heads, tmp_path / "new" / "heads.csv").open(newline="")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from surgery.report.results import entries, label_of, p_text, rows_of, skipped_of_lm_eval, value_text
+from surgery.report.results import entries, label_of, rows_of, skipped_of_lm_eval, value_text
 
 
 def test_held_out_data_may_have_any_name() -> None:
@@ -51,7 +51,3 @@ def test_a_second_score_is_hidden_if_it_is_that_of_its_row_in_every_arm() -> Non
     assert rows_of({"hybrid": arm(0.5, 0.5), "base": arm(0.4, 0.4)}, {}).repeats == 1
     found = rows_of({"hybrid": arm(0.5, 0.5), "base": arm(0.4, 0.3)}, {})
     assert found.repeats == 0 and [place for place, _ in found.shown] == [("mqar", "8"), ("mqar", "8", "generated")]
-
-
-def test_a_p_value_too_small_for_a_float_is_no_zero() -> None:
-    assert (p_text(0.0), p_text(0.0123), p_text(1.0)) == ("below 1e-300", "0.012", "1")

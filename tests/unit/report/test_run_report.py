@@ -9,7 +9,6 @@ from typing import Any
 
 from surgery.report.results import label_of
 from surgery.report.run_report import ReportInputs, write_report
-from surgery.report.verdict import tiles_of
 from tests.support.reports import ARMS as COSTS
 from tests.support.reports import head_set, plan, spliced
 
@@ -68,48 +67,6 @@ def test_it_says_what_was_done_and_what_came_of_it(tmp_path: Path) -> None:
         assert absent not in page, "not measured"
     assert "<script" not in page and re.findall(r'src="(?!data:)|href="(?!#)|url\(', page) == []
     assert "default-src 'none'" in page
-
-
-def test_it_says_where_a_plateau_was_found(tmp_path: Path) -> None:
-    ends = {"window": 1, "patience": 1, "min_steps": 1}
-    recipe = spliced("owner/base", {"optimizer": {"schedule": "wsd", "warmup": 1}, "plateau": ends})
-    for trained, text, tile in (
-        ({"steps": 6, "plateau": 5}, "6 steps (of at most 7; plateau at step 5)", "6 steps"),
-        ({"steps": 7}, "7 steps (of at most 7; no plateau was found)", "7 steps"),
-    ):
-        given = replace(inputs(tmp_path / "figures", training={"finetune": trained}), recipe=recipe)
-        assert written(tmp_path, given).count(text) == 2, "in the story and in the limits"
-        few = {"kv_retrieval": {}, "closed_book": share(0.9)}
-        arms = {"arms": {"base": few, "hybrid": few}, "training": {"finetune": trained}}
-        assert tile in [found.value for found in tiles_of(arms, recipe)]
-
-
-def test_it_says_how_heads_were_selected(tmp_path: Path) -> None:
-    given = inputs(tmp_path / "figures")
-    assert given.recipe.splice is not None
-    for select, says in (
-        ("sharpen", "sharpen (oracle read) on 128 prompts of 24 pairs."),
-        ("ablation", "ablation on 128 prompts of 24 pairs."),
-        ("random", "random (drawn at random)."),
-    ):
-        splice = given.recipe.splice.model_copy(update={"select": select})
-        changed = replace(given, recipe=given.recipe.model_copy(update={"splice": splice}))
-        assert f"Selection: {says}" in text_of(written(tmp_path, changed)), select
-
-
-def test_the_hybrid_is_the_first_column_and_p_values_are_the_last(tmp_path: Path) -> None:
-    row = {"difference": 0.1, "low": 0.0, "high": 0.2, "p_two_sided": 0.25, "significant": False}
-    tests = {"kv_retrieval/8": row, "kv_retrieval/64": {**row, "significant": True}, "closed_book": row}
-    page = written(tmp_path, comparisons={"hybrid": {"base": tests, "no_splice": tests}})
-    columns = {}
-    for heading in ("Retrieval", "All measurements"):
-        head = page.split(f"<h2>{heading}</h2>")[1].split("</thead>")[0].split("<thead>")[1]
-        columns[heading] = re.findall(r"<th[^>]*>(.*?)</th>", head)
-    assert columns["Retrieval"] == ["", "minus control", "minus base", "p, control", "p, base"]
-    assert columns["All measurements"] == [
-        "", "hybrid", "control (trained, no splice)", "base", "prompts", "p, against the control",
-    ]  # fmt: skip
-    assert "+10.0 [+0.0, +20.0]</td>" in page and "<td>0.25</td>" in page and "<td>0.25 *</td>" in page
 
 
 def test_contents_and_files_lead_somewhere(tmp_path: Path) -> None:

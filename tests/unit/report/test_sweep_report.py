@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from surgery.report.sweep_report import (
     accuracy_by_group,
-    caption_of,
     group_of,
-    markdown_of,
     point_of,
     summarize,
     table_of,
@@ -87,25 +82,6 @@ def test_one_row_for_each_value_with_the_control_for_no_heads() -> None:
     json.dumps(summary, allow_nan=False)
 
 
-def test_steps_are_listed_where_a_plateau_can_end_a_run() -> None:
-    keys = {"splice.num_heads": [2, 0, 4], "seed": [0, 1]}
-    heads = ((2, 2, "hybrid"), (0, 2, "no_splice"), (4, 4, "hybrid"))
-    points = [
-        point({"splice.num_heads": n, "seed": seed}, 50, arm, steps=100 * of + 20 * seed) | {"run": f"{of}-{seed}"}
-        for n, of, arm in heads
-        for seed in (0, 1)
-    ]
-    summary = summarize("tiny", keys, points)
-    columns, rows = table_of(summary)
-    at = columns.index("steps")
-    assert [row[at] for row in rows] == ["210 [200, 220]", "210 [200, 220]", "410 [400, 420]"]
-    assert "as many steps as those of the hybrid with splice.num_heads=2." in caption_of(summary)
-    of_four = summarize("tiny", keys, [p if p["arm"] == "hybrid" else p | {"run": "4-0"} for p in points])
-    assert "as many steps as those of the hybrid with splice.num_heads=4." in caption_of(of_four)
-    plain = by_heads(0, 1)
-    assert "steps" not in table_of(plain)[0] and "steps" not in caption_of(plain)
-
-
 def test_the_teacher_s_share_where_it_was_evaluated() -> None:
     summary = by_heads(1, 2, arms={"teacher": arm(90)})
     columns, rows = table_of(summary)
@@ -127,30 +103,6 @@ def test_seeds_are_combined_to_mean_and_range() -> None:
     assert summary["rows"][0]["seeds"] == [0, 1, 2] and len(summary["points"]) == 6
 
 
-def test_one_seed_of_several_has_no_interval_of_prompts() -> None:
-    """The other one diverged."""
-    keys = {"splice.num_heads": [1, 2], "seed": [0, 1]}
-    points = [point({"splice.num_heads": n, "seed": 0}, 50) for n in (1, 2)]
-    summary = summarize("tiny", keys, points, {"tiny-1": "loss is NaN"})
-    columns, rows = table_of(summary)
-    assert columns[:3] == ["splice.num_heads", "seeds", "retrieval"] and rows[0][:3] == ["1", "1", "0.400"]
-    assert caption_of(summary).startswith("Mean over seeds")
-
-
-def test_a_share_of_the_teacher_is_shown_if_any_seed_has_one() -> None:
-    keys = {"splice.num_heads": [1, 2], "seed": [0, 1]}
-    none = {"teacher": arm(0, 0) | {"kv_retrieval": {"8": share(0, 100)}}}  # right nowhere: there is no share of it
-    teachers = (none, {"teacher": arm(90)})
-    points = [point({"splice.num_heads": 1, "seed": seed}, 60, arms=teachers[seed]) for seed in (0, 1)]
-    (row,) = summarize("tiny", keys, points)["rows"]
-    assert row["share_of_teacher"]["retrieval"]["value"] == pytest.approx(0.7)
-
-
-def test_seeds_alone_are_rows() -> None:
-    summary = summarize("tiny", {"seed": [0, 1]}, [point({"seed": s}, 50 + s) for s in (0, 1)])
-    assert [row[0] for row in table_of(summary)[1]] == ["0", "1"]
-
-
 def test_the_page_has_table_figure_tasks_and_runs(tmp_path: Path) -> None:
     summary = by_heads(0, 1, origins={"control": "copied from <b>"})
     (tmp_path / "sweep.svg").write_text("<svg/>")
@@ -170,10 +122,3 @@ def test_every_kind_of_number_and_diverged_runs_are_listed(tmp_path: Path) -> No
     assert "data/mine.jsonl, held-out rows, loss in nats per answer token" in text and "0.512" in text
     assert "piqa (lm-eval), acc" in text and "0.625" in text
     assert "Diverged" in text and "tiny-lr-1.0" in text and "loss is NaN" in text
-
-
-def test_markdown_has_one_line_for_each_row() -> None:
-    lines = markdown_of(by_heads(0, 1)).splitlines()
-    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    assert re.fullmatch(r"\|( --- \|)+", lines[1])
-    assert "a\\|b" in markdown_of(summarize("tiny", {"x": ["a|b"]}, [point({"x": "a|b"}, 50)]))

@@ -9,7 +9,7 @@ import pytest
 
 from surgery.report import progress_lines
 from surgery.report.progress_lines import ProgressLines
-from surgery.report.text import cut_middle, duration_text, visible
+from surgery.report.text import cut_middle, visible
 
 
 def test_what_does_not_print_is_an_escape() -> None:
@@ -38,11 +38,6 @@ def test_a_long_text_is_cut_in_the_middle() -> None:
     assert visible("x" * 20, 20) == cut_middle("x" * 20, 20) == "x" * 20 and visible("\n" * 10, 20) == "\\n" * 10
     text = "start " + "x" * 100 + " end"
     assert cut_middle(text, 21) == visible(text, 21) == "start xx ... xxxx end"
-
-
-def test_times() -> None:
-    for seconds, text in ((0.4, "0 s"), (119, "119 s"), (120, "2 min"), (3540, "59 min"), (9000, "2 h 30 min")):
-        assert duration_text(seconds) == text
 
 
 class Stage:
@@ -80,20 +75,3 @@ def test_steps_before_an_interruption_took_no_time_now(monkeypatch: pytest.Monke
     lines = Stage(monkeypatch).lines(100, 4.0, first=51)
     assert lines[0].endswith("51 of 100  loss 51") and lines[1].endswith("60 of 100  loss 60, 3 min left")
     assert lines[4].endswith("90 of 100  loss 90, 40 s left")
-
-
-def test_a_new_stage_starts_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, lines = Stage(monkeypatch), list[str]()
-    reporter = ProgressLines(lines.append)
-    for name in ("train", "control"):
-        reporter.start(name, "training")
-        for step in range(1, 101):
-            stage.now += 2
-            reporter.progress(step, 100)
-        reporter.finish(name, 200)
-    reporter.skip("export", "finished")
-    reporter.note("data", "3 rows")
-    first, second = lines[:12], lines[12:24]
-    assert first[1:11] == second[1:11] and first[1].endswith("10 of 100  3 min left")
-    assert (first[0], first[11]) == ("    train  training ...", "    train  done in 200.0 s")
-    assert lines[24:] == ["   export  skipped: finished", "     data  3 rows"]

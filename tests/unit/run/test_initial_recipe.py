@@ -107,7 +107,7 @@ def test_a_slow_base_is_measured_on_fewer_prompts() -> None:
     recipe, text = written(findings(tokens=tokens, sizes=(12,), batch_size=8, speeds={8: 0.1}))
     assert recipe.locate.methods == ("query", "patching", "sharpen") and recipe.locate.examples == 16
     minutes = round(16 * (3 + 4 * 1.2) / 0.1 / 60)
-    assert comment_above(text, "examples: 16") == f"# Few: about {minutes} minutes at the measured speed."
+    assert comment_above(text, "examples: 16") == f"# Few: about {minutes} min at the measured speed."
 
 
 def test_the_users_data_is_a_source() -> None:

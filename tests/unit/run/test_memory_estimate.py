@@ -16,15 +16,12 @@ from surgery.data.encoding import encode
 from surgery.data.user import open_source
 from surgery.models.cache import cache_bytes, cache_tensors
 from surgery.models.lookup import family_of, geometry_of
-from surgery.models.meters import measure, saved_bytes
-from surgery.models.torch_scans import torch_scans
+from surgery.models.meters import saved_bytes
 from surgery.recipe import Source, Splice, Train, Weights
-from surgery.run.memory_estimate import StepCost, _Runner, sample_sources, step_cost
+from surgery.run.memory_estimate import StepCost, sample_sources, step_cost
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from surgery.train.losses import answer_rows
 from surgery.train.optimizer import spliced_parameters
-from surgery.train.targets import logits_at
 from surgery.train.teacher import Teacher
 from surgery.train.training import train_model
 from surgery.types import HeadSet, Plan, ScoredHead
@@ -79,7 +76,7 @@ def test_saved_bytes_agree_with_training() -> None:
         ("zamba2", "answer", "all"),
     ):
         asked = section(OBJECTIVES[objective], trainable)
-        found, real = estimated(name, asked).memory.activations, really_saved(name, asked)
+        found, real = estimated(name, asked).memory["activations"], really_saved(name, asked)
         assert found == pytest.approx(real, rel=CLOSE), (name, objective, trainable)
 
 
@@ -98,21 +95,8 @@ def test_saved_bytes_agree_with_a_teacher(tmp_path: Path) -> None:
         teacher = Teacher(on_meta[1], pico_tokenizer(), base.config, plan.grafts, train.align, train.needs)
         samples = sample_sources(train, 0, pico_tokenizer())
         cost = step_cost(on_meta[0], None, plan.grafts, train, samples, teacher=teacher)
-        assert cost.memory.activations == pytest.approx(really_saved("mamba2", train), rel=CLOSE), objective
-        assert cost.memory.teacher == sum(t.nbytes for t in (*llama.parameters(), *llama.buffers()))
-
-
-def test_a_scan_that_loops_is_extrapolated_exactly() -> None:
-    """The model is run at 2, 4 and 6 tokens; the documents have more than 30."""
-    (sample,) = sample_sources(section({"answer": 1.0}, pairs=(2, 2)), 0, pico_tokenizer())
-    assert sample.shape[1] > 30
-    model = copy.deepcopy(spliced("mamba")[1]).train().to("meta")
-    ids, mask = sample.batch.input_ids, sample.batch.attention_mask
-    read = answer_rows(sample.batch)
-    with torch_scans(model), logits_at(model, read.to("meta")):
-        whole = measure(lambda: [model(ids.to("meta"), attention_mask=mask.to("meta"), use_cache=False).logits], model)
-    found, _ = _Runner(model, [sample], frozenset()).cost(sample, frozenset(), read)
-    assert (found.saved, found.flops) == pytest.approx((whole.saved, whole.flops), rel=0.001)
+        assert cost.memory["activations"] == pytest.approx(really_saved("mamba2", train), rel=CLOSE), objective
+        assert cost.memory["teacher"] == sum(t.nbytes for t in (*llama.parameters(), *llama.buffers()))
 
 
 def test_weights_gradients_and_moments() -> None:
@@ -120,20 +104,21 @@ def test_weights_gradients_and_moments() -> None:
     for dtype, trainable in ((torch.float32, "all"), (torch.bfloat16, "all"), (torch.bfloat16, "new_heads")):
         model = copy.deepcopy(hybrid).to(dtype).to("meta")
         asked = section({"answer": 1.0}, trainable)
-        memory = step_cost(model, None, plan.grafts, asked, sample_sources(asked, 0, pico_tokenizer())).memory
+        cost = step_cost(model, None, plan.grafts, asked, sample_sources(asked, 0, pico_tokenizer()))
+        memory = cost.memory
         trained = spliced_parameters(model) if trainable == "new_heads" else list(model.parameters())
         numbers, size = sum(p.numel() for p in trained), torch.empty(0, dtype=dtype).element_size()
-        assert memory.weights == sum(p.numel() for p in model.parameters()) * size
-        assert (memory.gradients, memory.optimizer) == (numbers * size, numbers * 8)
-        assert memory.master_copies == (numbers * 4 if size < 4 else 0)
-        assert memory.frozen_base == 0 and memory.total == sum(vars(memory).values())
+        assert memory["weights"] == sum(p.numel() for p in model.parameters()) * size
+        assert (memory["gradients"], memory["optimizer"]) == (numbers * size, numbers * 8)
+        assert memory["master_copies"] == (numbers * 4 if size < 4 else 0)
+        assert memory["frozen_base"] == 0 and cost.total == sum(memory.values())
 
 
 def test_training_less_keeps_less() -> None:
     weights = OBJECTIVES["base_kl"]
     whole, new = (estimated("mamba2", section(weights, trainable)) for trainable in ("all", "new_heads"))
-    assert new.memory.activations < whole.memory.activations and new.flops < whole.flops
-    assert new.memory.frozen_base == whole.memory.frozen_base > 0
+    assert new.memory["activations"] < whole.memory["activations"] and new.flops < whole.flops
+    assert new.memory["frozen_base"] == whole.memory["frozen_base"] > 0
 
 
 def test_cache_bytes_are_those_of_a_real_cache() -> None:
@@ -166,16 +151,16 @@ def test_the_longest_row_of_own_data_counts_wherever_it_is(tmp_path: Path) -> No
         source = {"data": {"path": str(path)}, **size, "weights": {"answer": 1.0}}
         stage = Train.model_validate({"steps": 2, "sources": [source]}).sequence[0]
         (sample,) = sample_sources(stage, 0, pico_tokenizer())
-        assert sample.shape[1] > len(pico_tokenizer()(rows[place]["prompt"])["input_ids"])
+        assert sample.batch.input_ids.shape[1] > len(pico_tokenizer()(rows[place]["prompt"])["input_ids"])
         drawn = [open_source(stage.sources[0], pico_tokenizer(), 0, 0).step(step) for step in range(10)]
         shapes = [encode(documents, pico_tokenizer()).input_ids.shape for documents in drawn]
-        assert sample.shape[0] * sample.shape[1] == max(rows * columns for rows, columns in shapes), (place, size)
+        assert sample.batch.input_ids.numel() == max(rows * columns for rows, columns in shapes), (place, size)
 
 
 def test_processes_share_the_rows() -> None:
     asked = section({"answer": 1.0}, rows=4)
     (alone,), (shared,) = (sample_sources(asked, 0, pico_tokenizer(), n) for n in (1, 2))
-    assert (alone.shape[0], shared.shape[0]) == (4, 2)
+    assert (len(alone.batch), len(shared.batch)) == (4, 2)
     assert shared.tokens == pytest.approx(alone.tokens / 2, rel=0.05)
 
 
@@ -184,7 +169,7 @@ def test_sources_of_one_pass_add_up() -> None:
     both = small.model_copy(update={"sources": (*small.sources, *large.sources)})
     found, *alone = (estimated("mamba2", asked) for asked in (both, small, large))
     assert found.largest == 1
-    assert found.memory.activations == sum(cost.memory.activations for cost in alone)
+    assert found.memory["activations"] == sum(cost.memory["activations"] for cost in alone)
     apart = estimated("mamba2", both.model_copy(update={"micro_batch": 8}))
-    assert apart.memory.activations == max(cost.memory.activations for cost in alone)
+    assert apart.memory["activations"] == max(cost.memory["activations"] for cost in alone)
     assert found.flops == apart.flops > alone[1].flops

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from surgery.errors import ProbeError
+from surgery.errors import ProbeError, SurgeryError
+from surgery.run import measuring
+from surgery.run.measuring import try_batch_sizes
 from surgery.run.probing import ADJACENT, EASY, FAR, HARD, Format, Prober, Screening, Share, find_pairs, screen
 from tests.support.pico import pico_base, pico_tokenizer
 
@@ -78,3 +80,36 @@ def test_a_random_model_is_tried_with_fewer_pairs_and_found_at_chance() -> None:
     assert result.best is None and result.pairs == 3 and len(said) == 2
     result = screen(Prober(model, pico_tokenizer(), 16, lambda line: None, context=10), 4, (ADJACENT,))
     assert result.shares == {} and "context of 10" in result.unusable[ADJACENT]
+
+
+def test_the_batch_grows_while_that_is_faster_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that a batch of n prompts moves by n / `saturates`, and a memory that grows by a unit for each prompt."""
+    clock = {"now": 0.0, "peak": 0.0}
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(measuring, "peak_bytes", lambda: clock["peak"])
+
+    def attempt(saturates: int, fails: int = 1000, room: int = 10**6) -> tuple[int, list[int]]:
+        tried: list[int] = []
+        clock["peak"] = 0.0
+
+        def run(size: int) -> None:
+            if size >= fails:
+                raise MemoryError
+            tried.append(size)
+            clock["now"] += max(1.0, size / saturates)
+            clock["peak"] = max(clock["peak"], size)
+
+        return try_batch_sizes(run, room)[0], tried
+
+    for saturates in (4, 8, 16, 64):
+        assert attempt(saturates)[0] == saturates
+    assert attempt(64, fails=16) == (8, [1, 4, 8])
+    assert attempt(64, room=20) == (16, [1, 4, 8, 16])
+    with pytest.raises(SurgeryError, match="Not even 4"):
+        attempt(64, fails=4)
+
+    def bug(size: int) -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        try_batch_sizes(bug, 1)

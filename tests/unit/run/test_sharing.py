@@ -16,7 +16,7 @@ from surgery.files.ownership import mark
 from surgery.locate.selection import can_choose_again, choose_again
 from surgery.recipe import Locate, Recipe, Splice, check_recipe, to_yaml
 from surgery.run.context import Run
-from surgery.run.sharing import find_origin, take_stage
+from surgery.run.sharing import find_origin, origin_text, take_stage
 from surgery.run.stages import STAGES, Stage
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, to_json
 
@@ -69,8 +69,8 @@ def test_a_finished_stage_is_taken_with_its_time_and_adapters(tmp_path: Path) ->
         write_json(folder / ("a" if trainable == "lora" else "b") / adapters, {"r": 8})
         new = run(folder / "b", recipe(num_heads=4 if name == "control" else 1, trainable=trainable), folder / "a")
         origin = find_origin(new, stage, stage.key(new))
-        assert origin is not None and str(origin) == "copied from a"
-        take_stage(new, stage, key, origin)
+        assert origin is not None and origin_text(*origin) == "copied from a"
+        take_stage(new, stage, key, *origin)
         assert new.rundir.is_fresh(name, key, stage.outputs(new.recipe))
         manifest = json.loads((folder / "b" / ".stages" / f"{name}.json").read_text())
         assert (manifest["seconds"], manifest["origin"]) == (7.5, "copied from a")
@@ -116,7 +116,7 @@ def test_heads_are_chosen_again_only_where_nothing_new_is_measured(tmp_path: Pat
         finish(run(folder / "a", recipe(locate=locate, **measured)), stage)
         new = run(folder / "b", recipe(locate=locate, **wanted), folder / "a")
         origin = find_origin(new, stage, stage.key(new))
-        assert (origin is not None and str(origin) == "scores from a") == again, case
+        assert (origin is not None and origin_text(*origin) == "scores from a") == again, case
         elsewhere = run(folder / "c", recipe(locate={**locate, "pairs": 5}, **wanted), folder / "a")
         assert find_origin(elsewhere, stage, stage.key(elsewhere)) is None, "another measurement"
 

@@ -29,7 +29,7 @@ def watched(**train: Any) -> tuple[Watch, list[tuple[int, str]]]:
         tokenizer=pico_tokenizer,
     )
     model = pico_base(vocab_size=len(pico_tokenizer()), layers=1).train()
-    return Watch(run, model, "t", recipe.train), seen
+    return Watch(run, model, recipe.train), seen
 
 
 def entries(step: int, plateaus: dict[int, int]) -> list[dict[str, float]]:

@@ -20,12 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from surgery.errors import RunError
-from surgery.files import atomic
 from surgery.recipe import Train
 from surgery.train import checkpoints as module
 from surgery.train.checkpoints import checkpoints, fault_of, identity_of, load_checkpoint, save_checkpoint
 from surgery.train.sharded import full
-from tests.support.processes import leftover
 
 OF = {"of": "this", "history": []}
 KINDS = (False, True)  # whole and sharded
@@ -106,30 +104,6 @@ def test_the_two_newest_are_kept_and_nothing_else(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "missing") == [] and Training().load(tmp_path / "missing") is None
 
 
-def test_killed_while_it_deletes_the_oldest_every_checkpoint_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, delete = Training(), shutil.rmtree
-
-    def die(folder: Path, *args: Any, **options: Any) -> None:
-        if folder.name == "outdated":
-            (folder / "state.json").unlink()
-            raise KeyboardInterrupt
-        delete(folder, *args, **options)
-
-    for step in (1, 2):
-        training.save(tmp_path, step)
-    monkeypatch.setattr(atomic.shutil, "rmtree", die)
-    with pytest.raises(KeyboardInterrupt):
-        training.save(tmp_path, 3)
-    monkeypatch.undo()
-    assert [(p.name, fault_of(p)) for p in checkpoints(tmp_path)] == [("step_000002", None), ("step_000003", None)]
-    leftover(tmp_path / "step_000009")
-    training.save(tmp_path, 4)
-    training.load(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000004"]
-
-
 def damages(step: Path) -> Iterator[tuple[Path, bytes | None]]:
     """Every file of a checkpoint: gone, cut at several places, or of another type."""
     for path in sorted(p for p in step.rglob("*") if p.is_file()):
@@ -174,16 +148,6 @@ def test_one_that_was_cut_short_is_set_aside_and_the_one_before_it_taken(
         loaded.step()
         loaded.save(folder, 2)  # goes on, beside what was set aside
         assert_same(loaded, saved)
-
-
-def test_where_none_can_be_read_nothing_is_touched(tmp_path: Path) -> None:
-    other = Training(seed=1)
-    for text in ("", "again"):
-        Training().save(tmp_path)
-        (tmp_path / "step_000001" / "state.json").write_text(text)
-        assert other.load(tmp_path) is None
-    assert_same(other, Training(seed=1))
-    assert not other.optimizer.state and [p.name for p in tmp_path.iterdir()] == ["broken_step_000001"]
 
 
 class Runs:

@@ -59,7 +59,6 @@ def test_what_was_put_in_comes_out_before_and_after_it_is_written(tmp_path: Path
     cache.flush()
     check_found(cache, batch, rows)
     check_found(opened(tmp_path / "cache"), batch, rows)
-    assert len(opened(tmp_path / "cache")) == 3
     again, *_ = filled(tmp_path / "cache")
     again.flush()
     assert len(list((tmp_path / "cache").glob("shard_*"))) == 1, "the same documents are one shard"
@@ -139,7 +138,8 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path: Path) -> 
     half = leftover(tmp_path / "shard_0123.safetensors")
     opened(tmp_path, main=False)
     assert half.exists()
-    assert len(opened(tmp_path)) == 0 and not half.exists()
+    opened(tmp_path)
+    assert not half.exists()
 
 
 def test_a_full_disk_is_reported_and_what_was_written_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.generated import GeneratedStream
 from surgery.data.user import open_source
 from surgery.errors import RunError
 from surgery.models.lookup import family_of
 from surgery.models.torch_scans import torch_scans
-from surgery.recipe import Source
-from surgery.train.micro_batches import MicroBatch, StepSplit, step_counts
+from surgery.probes.documents import Document, Question
+from surgery.recipe import Source, Train
+from surgery.train.micro_batches import MicroBatch, StepSplit, log_missing_reads, step_counts
 from surgery.train.targets import Targets, logits_at
 from surgery.types import Graft
 from tests.support import training_worker as worker
@@ -71,21 +71,6 @@ def test_one_document_that_does_not_fit_is_an_error_and_others_are_shown(
         monkeypatch.setattr(Targets, "weighted_losses", fail)
         with pytest.raises((RunError, RuntimeError), match=says):
             worker.gradients(tmp_path)
-
-
-def test_documents_of_a_length_go_together() -> None:
-    """Fewer padded tokens than in the order they came in, and every document once."""
-    source = Source.model_validate({"task": "sentence", "rows": 12, "weights": {"lm": 1.0}})
-    documents = GeneratedStream(source, None, 0, 0).step(0)
-    parts = StepSplit([source], limit=3)([documents], pico_tokenizer())
-    apart = [encode(documents[i : i + 3], pico_tokenizer()) for i in range(0, 12, 3)]
-    assert sum(part.batch.input_ids.numel() for part in parts) < sum(batch.input_ids.numel() for batch in apart)
-
-    def texts(batches: list[EncodedBatch]) -> list[tuple[int, ...]]:
-        rows = [row for b in batches for row in zip(b.input_ids, b.attention_mask.bool(), strict=True)]
-        return sorted(tuple(ids[mask].tolist()) for ids, mask in rows)
-
-    assert texts([part.batch for part in parts]) == texts(apart)
 
 
 SOURCES: tuple[dict[str, Any], ...] = (
@@ -216,3 +201,16 @@ def test_elsewhere_an_objective_without_terms_is_refused(tmp_path: Path) -> None
     bare = [replace(d, questions=(replace(d.questions[0], value=None, segment=None),)) for d in documents]
     with pytest.raises(RunError, match=r"train\.sources\.0\.weights\.attention.*Set the weight to 0"):
         losses_of(source, bare)
+
+
+def test_answer_tokens_without_a_place_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Train.model_validate(
+        {"steps": 1, "sources": [{"task": "kv_retrieval", "rows": 1, "weights": {"attention": 1.0}}]}
+    )
+    tokens = len(pico_tokenizer().encode("712", add_special_tokens=False))
+    for value, missing in (("712", 0), ("seven", 3 * (tokens - 1))):
+        prompt = f"blue:{value}\nblue is"
+        question = Question((len(prompt), len(prompt) + 3), (), -1, (0, 6 + len(value)), (5, 5 + len(value)))
+        log_missing_reads(stage, [[Document("made_up", f"{prompt}712", (question,))] * 3], pico_tokenizer())
+        text = f"train.sources.0: no token of the segment holds {missing} of {3 * tokens} answer tokens"
+        assert tokens > 1 and (text in caplog.text) == bool(missing), value

@@ -29,15 +29,6 @@ def test_the_rate_rises_in_a_line_to_its_peak_and_then_follows_the_schedule() ->
     assert factors(8, warmup=2, schedule="constant") == pytest.approx([1 / 3, 2 / 3, *[1.0] * 7])
 
 
-def test_a_linear_decay_begins_at_the_peak_and_never_within_the_warm_up() -> None:
-    for steps, warmup in ((25, 20), (100, 20), (100, 0), (30, 29)):
-        for decay in (0.0, 0.1, 0.5, 0.9, 1.0):
-            found = factors(steps, schedule="wsd", warmup=warmup, decay=decay)[:steps]
-            falls = [step for step in range(1, steps) if found[step] < found[step - 1]]
-            assert found[warmup] == 1.0 and found[:warmup] == sorted(found[:warmup])
-            assert falls == list(range(max(warmup, steps - max(1, round(decay * steps))) + 1, steps)), (steps, decay)
-
-
 def test_new_heads_adapters_and_the_rest_have_their_own_rates() -> None:
     model, settings = pico_hybrid([pico_site(1)]), Optimizer(lr=1e-4, new_heads_lr=1e-3, lora_lr=1e-2)
     Adapters(model, Lora(rank=2))

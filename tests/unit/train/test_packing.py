@@ -15,19 +15,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.encoding import EncodedBatch
 from surgery.models.lookup import family_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Train
-from surgery.recipe.objectives import OBJECTIVES
 from surgery.train import packing as packed
-from surgery.train.divergence import TopK
 from surgery.train.logits_cache import LogitsCache
 from surgery.train.objectives import Outputs
-from surgery.train.packing import pack, packing_fault, separate_documents
+from surgery.train.packing import packing_fault, separate_documents
 from surgery.train.targets import Targets
-from surgery.train.teacher import Teacher, _shifted
+from surgery.train.teacher import Teacher
 from surgery.train.trainer import StageTrainer
 from surgery.types import Graft
 from tests.support.battery import base as base_of
@@ -35,7 +33,6 @@ from tests.support.battery import trained
 from tests.support.kernels import with_kernels
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
 from tests.support.rounding import assert_close_in_ulps
-from tests.support.samples import several_questions
 from tests.support.stage_run import record_gradients
 
 SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
@@ -89,7 +86,7 @@ def trainer(train: Train, control: bool = False, **more: Any) -> StageTrainer:
 def packs(train: Train) -> bool:
     made = trainer(train)
     made.prepare()
-    return made.packing
+    return made.split.packing
 
 
 def first_step(train: Train, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[dict, dict[str, Tensor], list]:
@@ -170,15 +167,6 @@ def test_a_step_with_logits_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_step_in_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_kernels(monkeypatch)
-    whole, gradients, _ = first_step(section(tmp_path), monkeypatch)
-    found, packed_gradients, batches = first_step(section(tmp_path, packing=True, micro_batch=3), monkeypatch)
-    assert found == pytest.approx(whole, rel=1e-5) and len(batches) == 4
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(packed_gradients[name], gradient, atol=1e-6, rtol=1e-4)
-
-
 @pytest.mark.parametrize("control", [False, True], ids=["hybrid", "control"])
 def test_a_step_in_our_scans(control: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, without kernels. transformers' own class, which hands no keyword on, is what trains as a control."""
@@ -208,12 +196,6 @@ class TestWhereItIsRefused:
         assert found[True][0] == found[False][0]
         assert all(torch.equal(p, found[False][1][name]) for name, p in found[True][1].items())
 
-    def test_a_compiled_model_has_padded_rows(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with_kernels(monkeypatch)
-        assert not packs(section(tmp_path, packing=True, compile=True)) and "torch.compile" in caplog.text
-
     def test_the_frozen_base_and_the_teacher_are_asked_too(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -223,6 +205,7 @@ class TestWhereItIsRefused:
             assert f"{says}: a document changes" in caplog.text
             caplog.clear()
         assert packs(section(tmp_path, {"lm": 1.0}, packing=True)) and not caplog.text, "the base is not used"
+        assert not packs(section(tmp_path, packing=True, compile=True)) and "torch.compile" in caplog.text
 
 
 class TestAsking:
@@ -262,51 +245,3 @@ class TestAsking:
                 after = model(ids, use_cache=False).logits[0]
             assert_close_in_ulps(found, expected, 16)
             assert not torch.allclose(after, expected, atol=1e-3), f"{name}: outside they are one text again"
-
-
-def batch_of() -> EncodedBatch:
-    documents = [*several_questions(3), *(kv_document(rng_of("packed", i), pairs) for i, pairs in enumerate(PAIRS))]
-    return encode(documents, pico_tokenizer())
-
-
-def test_as_many_terms_as_in_padded_rows() -> None:
-    for name in ("answer", "lm", "attention", "attention_kl", "base_kl", "distil", "attention_mse", "hidden_mse"):
-        assert OBJECTIVES[name].count(pack(batch_of())) == OBJECTIVES[name].count(batch_of()) > 0, name
-
-
-def test_no_token_predicts_another_documents_first() -> None:
-    batch = pack(batch_of())
-    assert batch.documents is not None
-    begins = batch.documents.diff() != 0
-    assert begins.sum() > len(batch) and not (batch.same_document & begins).any()
-
-
-def test_a_cache_finds_documents_in_any_row(tmp_path: Path) -> None:
-    batch = batch_of()
-    cache, lengths = LogitsCache(tmp_path, {}), batch.attention_mask.sum(1).tolist()
-    values = torch.arange(sum(lengths)).float()[:, None].expand(-1, 2) / 4
-    cache.put(batch, TopK(values, torch.zeros_like(values, dtype=torch.long)))
-    together = pack(batch)
-    found = cache.get(together)
-    assert found is not None
-    by_first = {tuple(batch.input_ids[b, : lengths[b]].tolist()): sum(lengths[:b]) / 4 for b in range(len(batch))}
-    at = 0
-    assert together.documents is not None
-    for row in range(len(together)):
-        real = together.attention_mask[row].bool()
-        for document in together.documents[row][real].unique():
-            ids = together.input_ids[row][real & (together.documents[row] == document)].tolist()
-            assert float(found.values[at, 0]) == by_first[tuple(ids)]
-            at += len(ids)
-
-
-def test_moved_attention_stays_in_its_document() -> None:
-    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, 2]])
-    same = documents[0][:, None] == documents[0]
-    rows = torch.rand(1, 10, 10, generator=torch.Generator().manual_seed(0)).tril() * same
-    for offset in (-3, -1, 1, 4):
-        found = _shifted(rows, offset, documents)
-        for start, stop in ((0, 5), (5, 8), (8, 10)):
-            part = _shifted(rows[:, start:stop, start:stop], offset)
-            assert torch.equal(found[:, start:stop, start:stop], part), offset
-        assert not found[0][~same].any()

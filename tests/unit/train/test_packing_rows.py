@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import fields
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -81,15 +80,6 @@ def test_rows_have_few_lengths() -> None:
     assert len({length for n, length in lengths.items() if 512 < n <= 4096}) == 12
 
 
-def test_moving_and_slicing_a_packed_batch() -> None:
-    packed = pack(mixed())
-    for part in (packed.to("cpu")[1:3], packed[torch.tensor([1, 2])]):
-        for field in fields(EncodedBatch):
-            if field.name == "sources":
-                continue
-            assert torch.equal(getattr(part, field.name), getattr(packed, field.name)[1:3])
-
-
 def test_first_fit() -> None:
     """Every document once, no row longer than the longest, and not many more rows than there have to be."""
     for seed in range(20):
@@ -99,8 +89,3 @@ def test_first_fit() -> None:
         assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
         assert all(sum(lengths[i] for i in row) <= max(lengths) for row in rows)
         assert len(rows) <= 11 / 9 * -(-sum(lengths) // max(lengths)) + 2
-
-
-def test_what_fits_exactly_shares_a_row() -> None:
-    assert first_fit([3, 10, 7, 5, 5], 10) == [[1], [2, 0], [3, 4]]
-    assert first_fit([], 10) == [] and first_fit([4], 10) == [[0]]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from pydantic import ValidationError
@@ -24,7 +23,7 @@ from surgery.recipe import Train
 from surgery.run.memory_estimate import weight_bytes
 from surgery.splice.plan import check_splices
 from surgery.train import lora
-from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized, resume_unquantized
+from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized
 from surgery.train.training import train_model
 from surgery.types import Graft, Plan
 from tests.support import four_bits
@@ -139,18 +138,6 @@ class TestLayers:
             raise KeyError
         assert all(torch.equal(before[name], p) for name, p in base.named_parameters())
 
-    def test_layers_that_share_a_weight_share_the_quantized_one(self) -> None:
-        model = pico_family("zamba2", hidden_size=64, intermediate_size=64)
-        shared = [name for name in quantizable(model) if name.endswith("self_attn.q_proj")]
-        with quantized([model], settings(), CPU):
-            assert len(shared) > 1 and len({model.get_submodule(name) for name in shared}) == 1
-        assert len({id(model.get_submodule(name).weight) for name in shared}) == 1
-
-    def test_products_run_in_the_precision_of_the_recipe(self) -> None:
-        for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            with quantized([model := hybrid()], settings(precision=precision), CPU) as unquantized:
-                assert {model.get_submodule(name).compute_dtype for name in unquantized} == {dtype}
-
 
 class TestTraining:
     def test_heads_and_adapters_train_and_are_merged_into_the_unquantized_weights(
@@ -179,10 +166,6 @@ class TestTraining:
         assert not hasattr(model, "is_loaded_in_4bit") and all(
             type(m) is not four_bits.Linear4bit for m in model.modules()
         )
-
-    def test_gradient_checkpointing_changes_no_loss(self) -> None:
-        plain, recomputed = (fit(hybrid(), section(gradient_checkpointing=on)) for on in (False, True))
-        assert [a["loss"] for a in recomputed] == pytest.approx([a["loss"] for a in plain], rel=1e-5)
 
     def test_fused_kernels_get_no_weight_of_4_bits(self) -> None:
         """Also where `out_proj` has no adapter."""
@@ -218,16 +201,6 @@ class TestTraining:
                 torch.equal(a, b) for a, b in zip(pico_base(**shape).parameters(), base.parameters(), strict=True)
             )
 
-    def test_layers_that_share_a_weight_are_stored_once(self, tmp_path: Path) -> None:
-        model, other = (pico_family("zamba2", hidden_size=64, intermediate_size=64) for _ in range(2))
-        for parameter in other.parameters():
-            parameter.data.zero_()
-        resume_unquantized(model, tmp_path, Accelerator(cpu=True))
-        (tmp_path / "step_000001").mkdir()
-        resume_unquantized(other, tmp_path, Accelerator(cpu=True))
-        read = quantizable(other)
-        assert all(torch.equal(layer.weight, read[name].weight) for name, layer in quantizable(model).items())
-
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError, match=r"lora.quantization: nf4` needs `trainable: lora`"):
@@ -262,22 +235,6 @@ def test_the_estimate_counts_quantized_layers_as_such() -> None:
 
 @real
 class TestBitsandbytes:
-    def test_bytes_of_a_layer(self) -> None:
-        from surgery.train.quantization import _in_4_bits
-
-        layer = _in_4_bits(nn.Linear(512, 1024, bias=False), settings(), CPU)
-        parts = [tensor for tensor in layer.state_dict().values() if isinstance(tensor, Tensor)]
-        stored = sum(tensor.nbytes for tensor in parts)
-        assert stored == pytest.approx(512 * 1024 * BITS_PER_WEIGHT / 8, rel=0.01)
-
-    def test_rows_need_not_be_a_multiple_of_32_in_eval_mode(self) -> None:
-        from surgery.train.quantization import _in_4_bits
-
-        layer = _in_4_bits(nn.Linear(32, 37, bias=False), settings(), CPU).eval()
-        with torch.no_grad():
-            expected = torch.ones(1, 32) @ four_bits.weight_of(layer).T
-            torch.testing.assert_close(layer(torch.ones(1, 32)), expected)
-
     def test_transformers_and_peft_load_the_same_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """`spliced/` in 4 bits by BitsAndBytesConfig, with the saved adapters, equals the model that was trained."""
         monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)

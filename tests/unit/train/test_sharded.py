@@ -11,7 +11,7 @@ from accelerate.utils.dataclasses import get_module_class_from_name
 from transformers import PreTrainedModel
 
 from surgery.models.lookup import family_of
-from surgery.train.sharded import block_classes, gather, trainable_parameters, twin
+from surgery.train.sharded import block_classes, gather, twin
 from tests.support.battery import logits, trained
 from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
 
@@ -35,19 +35,6 @@ def test_blocks_hold_every_mixer_and_share_no_weight() -> None:
         inside = {id(module) for block in blocks for module in block.modules()}
         ssm = [spec.path for spec in family_of(model.config).mixers(model.config) if spec.is_ssm]
         assert all(id(model.get_submodule(path)) in inside for path in ssm), name
-
-
-def test_a_twin_has_the_tensors_and_modules_of_its_own() -> None:
-    model = pico_hybrid([pico_site(1)])
-    model.requires_grad_(False)
-    model.lm_head.requires_grad_(True)
-    other, plugin = made(model)
-    assert plugin.transformer_cls_names_to_wrap == ["Mamba2Block"]
-    theirs = dict(other.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert theirs[name] is not parameter and theirs[name].data_ptr() == parameter.data_ptr()
-    assert [p.shape for p in trainable_parameters(other)] == [model.lm_head.weight.shape]
-    assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()}
 
 
 def test_a_twin_computes_the_same() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from surgery.errors import DataError
 from surgery.train.step_loader import steps_of, workers_by_default
 
 
@@ -14,14 +11,6 @@ def test_steps_are_prepared_when_they_are_needed() -> None:
     assert prepared == []
     assert next(steps) == 3 and prepared == [3]
     assert list(steps) == [4, 5]
-
-
-def test_an_error_of_the_data_passes_unchanged() -> None:
-    def prepare(step: int) -> int:
-        raise DataError("rows.jsonl, line 3", "no JSON", "Remove the line.")
-
-    with pytest.raises(DataError, match="line 3: no JSON"):
-        next(steps_of(prepare, range(2)))
 
 
 def test_no_workers_by_default_on_a_cpu() -> None:

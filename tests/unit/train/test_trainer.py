@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,18 +84,6 @@ def test_what_trains_is_what_moves() -> None:
         trainer(None, section(2, trainable="new_heads"), pico_base(**SHAPE), grafts=()).run()
 
 
-def test_training_on_one_batch_lowers_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module.open_source
-
-    def always_the_first(*given: Any) -> Any:
-        first = real(*given).step(0)
-        return SimpleNamespace(step=lambda _: first)
-
-    monkeypatch.setattr(module, "open_source", always_the_first)
-    history = trainer(None, section(8, sources=[KV])).run()
-    assert history[-1]["loss"] < history[0]["loss"]
-
-
 def test_history_tells_every_step_and_every_weighted_objective() -> None:
     seen: list[tuple[int, dict[str, float]]] = []
     made = trainer(None, section(3), on_step=lambda step, entries: seen.append((step, entries[-1])))
@@ -156,32 +143,6 @@ def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path: Path, uninterru
         trainer(tmp_path, section(), on_step=interrupt_at(last)).run()
     # A step is kept once the next one has shown its loss to be finite: 2 during step 3.
     assert_same_end(tmp_path, uninterrupted, (last - 1) // 2 * 2 + 1)
-
-
-def test_after_broken_checkpoints_a_run_ends_like_one_that_was_not_interrupted(
-    tmp_path: Path, uninterrupted: StageTrainer
-) -> None:
-    for all_of_them, first in ((False, 3), (True, 1)):
-        folder = tmp_path / str(first)
-        with pytest.raises(Interrupted):
-            trainer(folder, section(), on_step=interrupt_at(5)).run()
-        assert [p.name for p in checkpoints(folder)] == ["step_000002", "step_000004"]
-        for step in checkpoints(folder)[0 if all_of_them else 1 :]:
-            (step / "optimizer.pt").write_bytes(b"")
-        assert_same_end(folder, uninterrupted, first)
-
-
-def test_the_steps_of_another_training_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        trainer(tmp_path, section(), on_step=interrupt_at(3)).run()
-    for change in ("steps", "seed", "model"):
-        model = pico_hybrid([pico_site(1, (1, 2))], **SHAPE) if change == "model" else hybrid()
-        again = trainer(tmp_path, section(6 if change == "steps" else 5), model)
-        again.seed = 1 if change == "seed" else 0
-        before = weights(model)
-        with pytest.raises(RunError, match="step_000002"):
-            again.run()
-        assert changed(before, model) == set(), change
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:

@@ -227,7 +227,7 @@ class TestHeaders:
             {"a": entry(), "__metadata__": {"x": 3}}, {"a": entry(), "__metadata__": {"x": {"y": "z"}}},
             b"", b"{", b"\xff" * 9, b"[" * 100_000, b'{"a":' * 2000, b'{"a": NaN}',
             json.dumps({"a": entry()}).encode()[:-1],
-            b'{"a":' + json.dumps(entry(0, 4, (1,))).encode() + b',"a":' + json.dumps(entry(4, 8, (1,))).encode() + b"}",
+            f'{{"a": {json.dumps(entry(0, 4, (1,)))}, "a": {json.dumps(entry(4, 8, (1,)))}}}'.encode(),
         ],
     )  # fmt: skip
     def test_a_malformed_header_is_named(self, tmp_path: Path, header: Any) -> None:

@@ -24,12 +24,7 @@ from surgery.types import Fill, MixerSpec, Where
 
 @dataclass(frozen=True)
 class Ablation:
-    """Tokens at which a head is ablated, and the replacement of its output.
-
-    Attributes:
-        where: tokens relative to the prompt's last question; see `token_mask`.
-        fill: replacement; see `fill_values`.
-    """
+    """Tokens at which a head is ablated (`token_mask`), and the replacement of its output (`fill_values`)."""
 
     where: Where = "everywhere"
     fill: Fill = "zero"

@@ -188,11 +188,7 @@ def run_pass(
 
 
 def scores_by_variant(logits: list[Tensor], batch: EncodedBatch, paths: Paths | None) -> list[ChoiceScores]:
-    """Compare each prompt's choices in every variant.
-
-    Args:
-        logits: logits at the query, then at each token of the paths.
-    """
+    """Compare each prompt's choices in every variant. `logits`: at the query, then at each token of the paths."""
     if paths is None:
         return [choice_scores(x, batch) for x in logits[0].split(len(batch))]
     _, gold_B = batch.last_question()

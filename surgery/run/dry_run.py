@@ -34,7 +34,7 @@ from surgery.run.machine import GIB, find_machine
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.run.stages import stages_of
 from surgery.run.without_weights import at_hand, cached_folder, check_without_weights
-from surgery.splice.inserted import inserted_config
+from surgery.splice.insertion import inserted_config
 from surgery.splice.plan import hybrid_config, make_plan, splice_field
 from surgery.train.optimizer import learning_rates_text
 from surgery.train.teacher import Teacher

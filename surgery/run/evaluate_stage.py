@@ -26,7 +26,7 @@ from surgery.evaluate.lm_eval import check_tasks
 from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
-from surgery.models.heads_off import HEADS_OFF, heads_off
+from surgery.models.alterations import HEADS_OFF, heads_off
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
 from surgery.probes.documents import answer_list

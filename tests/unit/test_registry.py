@@ -62,16 +62,6 @@ def test_a_plugin_cannot_take_a_name_of_ours_before_ours_are_read(
     assert R["late"] is dict
 
 
-def test_modules_that_fail_are_imported_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    failing = tmp_path / "planted_failing.py"
-    failing.write_text("1 / 0")
-    monkeypatch.syspath_prepend(tmp_path)
-    things: Registry[Any] = Registry("thing", ["planted_failing"])
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            list(things)
-
-
 class TestNameOf:
     @pytest.fixture
     def form(self, registry: Registry[Any]) -> type[BaseModel]:

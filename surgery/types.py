@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from numpy.typing import NDArray
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
@@ -278,15 +278,6 @@ class Graft:
     before: int | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed, values in (
-            ("mode", Mode, (self.mode,)),
-            ("unit", Unit, (self.unit,)),
-            ("form", Form, (self.form,)),
-            ("reads", Reads, self.reads),
-        ):
-            for value in values:
-                if value not in get_args(allowed):
-                    raise PlanError(f"graft.{name}", repr(value), f"Use one of {', '.join(get_args(allowed))}.")
         if len(self.reads) != len(self.heads):
             raise PlanError("graft.reads", f"{len(self.reads)} for {len(self.heads)} heads", "Set one for each head.")
         if (self.form == "head") != (self.before is None):

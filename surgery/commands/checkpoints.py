@@ -47,11 +47,9 @@ def generate(
     use_free_cores()
     import torch
 
-    from surgery.data.generation import check_beams
     from surgery.data.offsets import tokenized
     from surgery.models.loading import check_vocabulary, load_model, load_tokenizer
     from surgery.models.runtime import run_device
-    from surgery.run.machine import find_machine
 
     base = Base(model=checkpoint, dtype="auto", trust_remote_code=trust_remote_code).named("CHECKPOINT")
     model, tokenizer = load_model(base).to(run_device()), load_tokenizer(base)  # type: ignore[arg-type]
@@ -61,7 +59,6 @@ def generate(
     if not prompt_tokens.ids:
         raise SurgeryError("PROMPT", repr(prompt), "The prompt has no tokens. Pass some text.")
     ids_BT = torch.tensor([prompt_tokens.ids], device=model.device)
-    check_beams(model, ids_BT.shape[1] + max_new_tokens, find_machine().memory)
     with reading("CHECKPOINT", checkpoint, "Generation failed. Correct config.json and generation_config.json."):
         tokens = model.generate(
             ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=max_new_tokens, do_sample=sample

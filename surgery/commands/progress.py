@@ -141,7 +141,7 @@ def show_progress(amount: Literal["quiet", "normal", "verbose"]) -> None:
     _shown = amount
 
 
-class Bars:
+class Bars(ProgressLines):
     """Progress bar of a stage, to use in a `with` statement. Prints plain lines if the output is not a terminal."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Bars:
         self._task: TaskID | None = None
         self._has_bar = _shown == "normal" and out.is_terminal
         write: Callable[[str], None] = out.print if _shown != "quiet" else lambda line: None
-        self._lines = ProgressLines(write, every_step=_shown == "verbose")
+        super().__init__(write, every_step=_shown == "verbose")
 
     def __enter__(self) -> Bars:
         return self
@@ -165,7 +165,7 @@ class Bars:
     def start(self, stage: str, what: str) -> None:
         """Show that a stage starts."""
         if not self._has_bar:
-            self._lines.start(stage, what)
+            super().start(stage, what)
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         left = (TimeRemainingColumn(), TextColumn("left  {task.fields[note]}"))
@@ -178,20 +178,12 @@ class Bars:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total, note=note)
         elif not self._has_bar:
-            self._lines.progress(done, total, note)
+            super().progress(done, total, note)
 
     def finish(self, stage: str, seconds: float) -> None:
         """Show that a stage is finished, and its time."""
         self._remove()
-        self._lines.finish(stage, seconds)
-
-    def skip(self, stage: str, why: str) -> None:
-        """Show that a stage is skipped, and why."""
-        self._lines.skip(stage, why)
-
-    def note(self, topic: str, text: str) -> None:
-        """Show one line about a part of the run."""
-        self._lines.note(topic, text)
+        super().finish(stage, seconds)
 
 
 def say(topic: str, text: str) -> None:

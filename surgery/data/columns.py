@@ -76,25 +76,6 @@ def column_names(columns: Columns, available: Sequence[str], where: str) -> list
     return list(wanted.values())
 
 
-def wrapped_rows(value: Any, columns: Columns) -> str:
-    """Find the longest list of rows inside a JSON object that has no column of a row.
-
-    Returns:
-        Its place, such as `["data"]`; empty if there is none in the first three levels.
-    """
-    of_a_row = {columns.text, columns.messages, columns.prompt, columns.answer}
-    longest, place = 0, ""
-    waiting: list[tuple[Any, tuple[str, ...]]] = [(value, ())]
-    while waiting:
-        inner, keys = waiting.pop(0)
-        if isinstance(inner, dict) and len(keys) < 3 and not of_a_row & inner.keys():
-            waiting += [(deeper, (*keys, key)) for key, deeper in inner.items()]
-        is_list = isinstance(inner, list) and len(inner) > longest and isinstance(inner[0], dict)
-        if is_list and not {"role", "from"} & inner[0].keys():  # those of the messages of one chat
-            longest, place = len(inner), "".join(f"[{json.dumps(key)}]" for key in keys)
-    return place
-
-
 def names_of_columns(available: Iterable[Any], key: str) -> str:
     """List the columns of a row or a data set, and say how to name the one that `data.columns.KEY` needs."""
     names = [str(name) for name in available]

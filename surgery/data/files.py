@@ -11,18 +11,17 @@ import glob
 import json
 import os
 import re
-import shlex
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, count, islice
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from surgery.data.columns import Row, column_names, not_json, wrapped_rows
+from surgery.data.columns import Row, column_names, not_json
 from surgery.errors import DataError, reading
 from surgery.recipe import Columns, Data
 from surgery.recipe.sources import DATA_FORMATS
@@ -233,35 +232,11 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             start += len(text)
 
 
-def _json_rows(path: Path, columns: Columns) -> Rows:
-    """Open a JSON file: one list of objects (.json only), or one object per line.
-
-    Raises:
-        DataError: it is one object that has the rows in a list, as `{"data": [...]}`.
-    """
+def _json_rows(path: Path) -> Rows:
+    """Open a JSON file: one list of objects (.json only), or one object per line."""
     with open(path, "rb") as file:
         first = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    if first == b"[" and path.suffix.lower() == ".json":
-        return _listed(path)
-    if first == b"{":
-        lines = [text for _, _, text in islice(_lines(path), 2)]
-        is_one = len(lines) == 1 or not _parsed(lines[0])
-        whole = _parsed(path.read_bytes()) if is_one and path.stat().st_size <= _WHOLE else None
-        place = wrapped_rows(whole, columns)
-        is_row = path.suffix.lower() == ".jsonl" and any(isinstance(value, str) for value in (whole or {}).values())
-        if place and not is_row:
-            code = f"import json; [print(json.dumps(row)) for row in json.load(open({json.dumps(str(path))})){place}]"
-            hint = f"Write one row a line: python3 -c {shlex.quote(code)} > rows.jsonl. Then use rows.jsonl."
-            raise DataError(str(path), f"one JSON object, whose list {place} has the rows", hint)
-    return JsonLines(path)
-
-
-def _parsed(text: bytes) -> Any:
-    """Parse JSON. None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    return _listed(path) if first == b"[" and path.suffix.lower() == ".json" else JsonLines(path)
 
 
 def _listed(path: Path) -> ArrowRows:
@@ -280,7 +255,7 @@ def _listed(path: Path) -> ArrowRows:
 def _open_file(path: Path, columns: Columns) -> Rows:
     """Open one file for random access. Parquet becomes an Arrow table in the cache of `datasets`."""
     if path.suffix.lower() != ".parquet":
-        return _json_rows(path, columns)
+        return _json_rows(path)
     import datasets
     from pyarrow.parquet import read_metadata
 
@@ -295,7 +270,7 @@ def _open_file(path: Path, columns: Columns) -> Rows:
 def _read_file(path: Path, columns: Columns) -> Iterator[Row]:
     """Stream the rows of one file."""
     if path.suffix.lower() != ".parquet":
-        yield from _json_rows(path, columns)
+        yield from _json_rows(path)
         return
     from pyarrow.parquet import ParquetFile
 

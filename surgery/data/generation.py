@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.data.choice_scores import row_bytes
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.ranking import ChoiceScores, check_logits, choice_scores, query_batches, ranked
-from surgery.errors import ModelError
 from surgery.probes.documents import Document, answer_list, expected_answers, max_answer_tokens
 
 
@@ -196,21 +194,6 @@ def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: i
         model.generation_config = own
     new_BN = ids[:, prompts.input_ids.shape[1] :]
     return torch.nn.functional.pad(new_BN, (0, max_tokens - new_BN.shape[1]), value=fill)
-
-
-def check_beams(model: PreTrainedModel, tokens: int, memory: int) -> None:
-    """Raise ModelError if the beams, or the texts, that generation_config.json asks for do not fit.
-
-    Args:
-        tokens: of prompt and new text. Each beam has its own states and logits.
-        memory: free bytes.
-    """
-    settings = model.generation_config
-    for name in ("num_beams", "num_return_sequences"):
-        rows, most = getattr(settings, name) or 1, memory // row_bytes(model, tokens)
-        if rows > most:
-            hint = f"They need more than the free {memory / 2**30:.1f} GiB. Set at most {most}."
-            raise ModelError(f"generation_config.json {name}", rows, hint)
 
 
 def _greedy_beginnings(

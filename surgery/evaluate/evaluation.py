@@ -19,7 +19,7 @@ from surgery.evaluate.held_out import examples_of
 from surgery.evaluate.lm_eval import run_lm_eval
 from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE
-from surgery.models.heads_off import HEADS_OFF
+from surgery.models.alterations import HEADS_OFF
 from surgery.models.loading import check_vocabulary
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document

@@ -12,14 +12,11 @@ from surgery.types import Plan, head_set_from_json, plan_from_json
 def check_documents(folder: Path, stated: tuple[str, Plan] | None) -> tuple[list[str], list[str]]:
     """Compare plan.json, heads.json and the table in README.md with the splice.
 
-    Args:
-        stated: the file of the export format that states the splice, and its plan. If None, plan.json is the reference.
-
-    Returns:
-        The names of the files that agree, and a sentence for each absent file.
+    `stated` is the file of the export format that states the splice, and its plan. If None, plan.json is the reference.
+    Returns the names of the files that agree, and a sentence for each absent file.
 
     Raises:
-        ModelError: a file names another splice. The error names the file and the difference.
+        ModelError: names the file that has another splice, and the difference.
     """
     agree, absent = [stated[0]] if stated else list[str](), list[str]()
     plan = stated[1] if stated else None

@@ -37,11 +37,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def check_entries(folder: Path) -> None:
-    """Refuse symbolic links and special files, also hidden ones: they may point outside the folder.
-
-    Raises:
-        ModelError: names the first entry that is neither a regular file nor a folder.
-    """
+    """Raise ModelError for symbolic links and special files, also hidden ones: they may point outside the folder."""
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):

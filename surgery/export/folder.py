@@ -48,14 +48,10 @@ def export_model(
 
     Args:
         model: the hybrid. It is copied to the CPU and not changed.
-        tokenizer: the model's. It is not changed.
         folder: new or empty. An earlier export in it is replaced. Any other folder is refused.
         section: the recipe's section `export`: format, precision, chat template. Its defaults if None.
         card: text of README.md.
-        plan: stored as plan.json.
-        heads: stored as heads.json.
-        recipe_yaml: stored as recipe.yaml.
-        results: stored as results.json.
+        plan, heads, recipe_yaml, results: stored as plan.json, heads.json, recipe.yaml and results.json.
         figures: folder of figures; its PNG files are stored under figures/.
         page: the run's `report.html`.
 
@@ -96,9 +92,8 @@ def export_model(
             if page is not None and page.is_file():
                 shutil.copyfile(page, new / "report.html")
             agree, _ = check_documents(new, export_format.read_plan(new))
-            record: dict[str, Any] = {"format": export_format.name}
-            if (plugin := plugin_of(export_format)) is not None:
-                record["plugin"] = plugin
+            plugin = plugin_of(export_format)
+            record: dict[str, Any] = {"format": export_format.name, **({"plugin": plugin} if plugin else {})}
             record |= {**export_format.check(new, exported, tokenizer), "agree": agree}
             record["versions"] = {  # the verification depends on them
                 "surgery": __version__,

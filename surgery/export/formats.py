@@ -180,24 +180,20 @@ class _OwnFormat(ExportFormat):
     library = "transformers"
     module: ClassVar[str]
 
-    @property
-    def _functions(self) -> Any:
-        return import_module(f"surgery.export.{self.module}")
+    def _call(self, function: str, *arguments: Any) -> Any:
+        return getattr(import_module(f"surgery.export.{self.module}"), function)(*arguments)
 
-    def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
-        self._functions.write_folder(model, tokenizer, folder, section)
+    def write(self, *arguments: Any) -> None:
+        self._call("write_folder", *arguments)
 
-    def verify(self, folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-        checked: dict[str, Any] = self._functions.verify_copy(folder, trust_remote_code)
-        return checked
+    def verify(self, folder: Path, trust_remote_code: bool = False) -> Any:
+        return self._call("verify_copy", folder, trust_remote_code)
 
-    def check(self, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        checked: dict[str, Any] = self._functions.compare_with_model(folder, model, tokenizer)
-        return checked
+    def check(self, *arguments: Any) -> Any:
+        return self._call("compare_with_model", *arguments)
 
-    def read_plan(self, folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] | None:
-        stated: tuple[str, Plan] | None = self._functions.plan_in(folder, trust_remote_code)
-        return stated
+    def read_plan(self, folder: Path, trust_remote_code: bool = False) -> Any:
+        return self._call("plan_in", folder, trust_remote_code)
 
 
 _NO_ASSISTED_DECODING = "transformers refuses assisted decoding for stateful models."
@@ -275,7 +271,7 @@ llama-server -m model.gguf
     )
 
     def check_recipe(self, section: Export, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._functions.checked_pre_tokenizer(section, tokenizer)
+        self._call("checked_pre_tokenizer", section, tokenizer)
 
     def check_base(self, config: PreTrainedConfig) -> None:
-        self._functions.check_base(config)
+        self._call("check_base", config)

@@ -61,11 +61,7 @@ else:
 
 
 def find_converter(llama_cpp: str | None) -> Path:
-    """Find convert_hf_to_gguf.py. Raise RecipeError if there is none.
-
-    Args:
-        llama_cpp: folder of llama.cpp, or the script; None to search the PATH.
-    """
+    """Find the script in the folder `llama_cpp` or on the PATH. Raise RecipeError if there is none."""
     if llama_cpp is None:
         found = shutil.which(SCRIPT)
         if found is not None:
@@ -105,15 +101,7 @@ def pre_tokenizer_of(tokenizer: PreTrainedTokenizerBase, section: Export) -> str
 
 
 def convert(folder: Path, file: Path, pre_tokenizer: str, section: Export) -> None:
-    """Write a GGUF file of a checkpoint in the format `nemotron_h`.
-
-    Args:
-        pre_tokenizer: from `pre_tokenizer_of`.
-
-    Raises:
-        RecipeError: as `find_converter`.
-        ModelError: the converter fails.
-    """
+    """Write a GGUF file of a checkpoint in the format `nemotron_h`. Raises RecipeError and ModelError."""
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, "hybrid")  # its name is stored in the file
         source.mkdir()

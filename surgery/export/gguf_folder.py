@@ -71,23 +71,14 @@ _PERMUTED = {"q.weight": "num_attention_heads", "k.weight": "num_key_value_heads
 
 
 def checked_pre_tokenizer(section: Export, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return llama.cpp's name for the pre-tokenizer. Used before a run, too, to check that the converter is there.
-
-    Raises:
-        RecipeError: llama.cpp or the package `gguf` is missing, or no pre-tokenizer fits.
-        ModelError: as `pre_tokenizer_of`.
-    """
+    """Check that llama.cpp and the package `gguf` are there, and return llama.cpp's name for the pre-tokenizer."""
     if find_spec("gguf") is None:
         raise RecipeError("export.format", "gguf", "It needs the package gguf. Install it: pip install gguf.")
     return pre_tokenizer_of(tokenizer, section)
 
 
 def check_base(config: PreTrainedConfig) -> None:
-    """Check before a run that llama.cpp computes the layers of a base, a Mamba-2 or a Nemotron-H.
-
-    Raises:
-        RecipeError: the base has both MLPs and experts, or an activation or a bias that llama.cpp lacks.
-    """
+    """Raise RecipeError for layers of a base, a Mamba-2 or a Nemotron-H, that llama.cpp does not compute."""
     kinds = set(getattr(config, "layers_block_type", ())) & {"mlp", "moe"}
     of_ssm = getattr(config, "mamba_hidden_act", None) or getattr(config, "hidden_act", "silu")
     fault = ""
@@ -106,12 +97,7 @@ def check_base(config: PreTrainedConfig) -> None:
 
 
 def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
-    """Write the files of `nemotron_h`, and model.gguf.
-
-    Raises:
-        ModelError: no layers were inserted into the model, or the converter fails.
-        RecipeError: as `checked_pre_tokenizer` and `check_base`.
-    """
+    """Write the files of `nemotron_h`, and model.gguf."""
     check_base(model.config)
     pre_tokenizer = checked_pre_tokenizer(section, tokenizer)
     nemotron_h_folder.write_folder(model, tokenizer, folder, section)
@@ -125,11 +111,7 @@ def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrain
 
 
 def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Check a copy as `nemotron_h_folder.verify_copy` does, and compare model.gguf with its files.
-
-    Raises:
-        ModelError: a check fails. The error names the file or tensor.
-    """
+    """Check a copy as `nemotron_h_folder.verify_copy` does, and compare model.gguf with its files."""
     if not (folder / FILE).is_file():
         raise ModelError(FILE, "missing", AGAIN)
     report = nemotron_h_folder.verify_copy(folder)
@@ -140,14 +122,7 @@ def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]
 
 
 def compare_with_files(folder: Path) -> dict[str, Any]:
-    """Compare model.gguf with config.json, tokenizer.json and the safetensors files.
-
-    Returns:
-        `also_checked` (sentences) and `pre_tokenizer`.
-
-    Raises:
-        ModelError: a tensor, a shape or the vocabulary differs, or the file is damaged.
-    """
+    """Compare model.gguf with config, tokenizer and weights. Returns `also_checked` (sentences) and `pre_tokenizer`."""
     from gguf import GGUFReader
 
     with reading(FILE, None, AGAIN):

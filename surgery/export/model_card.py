@@ -39,14 +39,9 @@ def model_card(
     """Render README.md of an exported folder.
 
     Args:
-        recipe: of the run.
         heads: None if the selection of the heads is not known, as for a fine-tuned hybrid.
-        plan: the spliced heads.
         results: content of results.json.
         base_card: front matter of the base's card, from which the license is inherited.
-
-    Returns:
-        The card as Markdown.
     """
     base_card = base_card or {}
     export_format: type[ExportFormat] = EXPORT_FORMATS[recipe.export.format]
@@ -98,11 +93,7 @@ def model_card(
 
 
 def card_of(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Read the front matter of a model's card, from its folder or the Hub.
-
-    Returns:
-        Entries that are text or lists of text; empty if there is no card that can be read.
-    """
+    """Front matter of a model's card, in its folder or on the Hub: entries of text. Empty if no card can be read."""
     model, revision = source_of(model, revision)
     here = Path(model)
     try:

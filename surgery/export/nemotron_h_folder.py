@@ -21,11 +21,7 @@ from surgery.types import Plan
 
 
 def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
-    """Write weights, config and tokenizer.
-
-    Raises:
-        ModelError: no layers were inserted into the model.
-    """
+    """Write weights, config and tokenizer. Raises ModelError if no layers were inserted into the model."""
     if not has_inserted(model.config) or not isinstance(model.config, NemotronHConfig):
         hint = "This format holds models with inserted layers. Set splice.form: block or pair, or export.format: "
         raise ModelError("export.format", f"nemotron_h for a {model.config.model_type}", hint + "transformers.")
@@ -49,11 +45,7 @@ def plan_in(folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] |
 def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """Check a copy: tensors, the class, and the logits in a process without this library and without remote code.
 
-    Returns:
-        As `transformers_folder.verify_copy`.
-
-    Raises:
-        ModelError: a check fails. The error names the file or tensor.
+    Returns and raises as `transformers_folder.verify_copy`.
     """
     config = _load_config(folder)
     if not has_inserted(config):

@@ -44,11 +44,8 @@ _WRITTEN = (
 def nearest_rule(tokenizer: PreTrainedTokenizerBase) -> tuple[str, float, str]:
     """Find the rule that gives the tokens of a tokenizer most often, in texts of its vocabulary and of many scripts.
 
-    Returns:
-        Its name in llama.cpp, the share of texts with equal tokens, and the shortest text with other tokens or "".
-
-    Raises:
-        ModelError: the tokenizer is no byte-level BPE.
+    Returns its name in llama.cpp, the share of texts with equal tokens, and the shortest text with other tokens or "".
+    Raises ModelError if the tokenizer is no byte-level BPE.
     """
     own = _backend(tokenizer)
     texts = list(_texts(own))

@@ -111,12 +111,12 @@ def publish(
     hub = _Hub(api, token, repo_id, revision or "main", Path(folder), sums, loadable, say, sleep)
     private = hub.prepare(public)
     title = message or f"Hybrid exported by ssm-surgery {__version__}"
-    done = hub.retry("upload the files", lambda: hub.upload(title, pull_request))
+    done = hub.retry("upload the files", lambda: hub.upload(title, pull_request, private))
     what = f"uploaded {len(done.sent)} files" if done.sent or done.removed else "the Hub has all files"
     say(f"{what}: commit {done.commit}")
     hub.check(done.commit)
     say(f"downloaded {len(sums)} files: every sha256 matches")
-    return Published(repo_id, private, done.commit, done.url, done.sent, done.removed, done.kept, len(sums))
+    return done
 
 
 def check_request(repo_id: str, revision: str | None, pull_request: bool, message: str | None) -> None:
@@ -138,15 +138,6 @@ def check_request(repo_id: str, revision: str | None, pull_request: bool, messag
                 raise SurgeryError(option, ascii(text), hint)
         for _, value, _ in findings(text, (), known_secrets()):
             raise SurgeryError(option, value, "It would be published. Remove it, and revoke a token.")
-
-
-@dataclass(frozen=True)
-class _Upload:
-    commit: str
-    url: str
-    sent: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,21 +195,21 @@ class _Hub:
             self.retry(doing, lambda: self.api.create_branch(self.repo_id, branch=self.revision, exist_ok=True))
         return private
 
-    def upload(self, title: str, pull_request: bool) -> _Upload:
+    def upload(self, title: str, pull_request: bool, private: bool) -> Published:
         """Upload new and changed files in one commit. Commits nothing if the revision has all files already.
 
         The step can be repeated: it finds its own commit, or its pull request, if the Hub's response was lost.
         """
         new, removed, kept = self._changes(self.revision)
         if not new and not removed:
-            return self._head(self.revision, kept)
+            return self._head(private, self.revision, kept)
         if pull_request:
             kinds = {"discussion_type": "pull_request", "discussion_status": "open"}
             for request in self.api.get_repo_discussions(self.repo_id, **kinds):
                 if request.title == title and request.git_reference is not None:
                     missing, extra, others = self._changes(request.git_reference)
                     if not missing and not extra:
-                        return self._head(request.git_reference, others, request.url)
+                        return self._head(private, request.git_reference, others, request.url)
         total = sum((self.folder / name).stat().st_size for name in new)
         self.say(f"uploading {len(new)} files, {total:,} bytes; content that the Hub has is not sent again")
         adds = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=self.folder / name) for name in new]
@@ -235,7 +226,8 @@ class _Hub:
                 raise
             text = redacted(" ".join(str(error).split()).replace(self.token, "<token>"))
             raise ModelError("README.md", text, "Correct its front matter.") from None
-        return _Upload(done.oid, done.pr_url or done.commit_url, tuple(new), tuple(removed), tuple(kept))
+        url, changed = done.pr_url or done.commit_url, (tuple(new), tuple(removed), tuple(kept))
+        return Published(self.repo_id, private, done.oid, url, *changed, len(self.sums))
 
     def _changes(self, revision: str) -> tuple[list[str], list[str], list[str]]:
         """Names of the files to upload, of files of another export to remove, and of other files in the repository."""
@@ -248,16 +240,14 @@ class _Hub:
 
     def _is_same(self, name: str, remote: RepoFile) -> bool:
         """Whether a file on the Hub has the content of the local one."""
-        path = self.folder / name
-        if remote.size != path.stat().st_size:
-            return False
         if remote.lfs is not None:
             return remote.lfs.sha256 == self.sums[name]
-        return remote.blob_id == git_hash(path.read_bytes())
+        return remote.blob_id == git_hash((self.folder / name).read_bytes())
 
-    def _head(self, revision: str, kept: list[str], url: str | None = None) -> _Upload:
+    def _head(self, private: bool, revision: str, kept: list[str], url: str | None = None) -> Published:
         commit = self.api.model_info(self.repo_id, revision=revision).sha
-        return _Upload(commit, url or f"{self.api.endpoint}/{self.repo_id}/commit/{commit}", kept=tuple(kept))
+        url = url or f"{self.api.endpoint}/{self.repo_id}/commit/{commit}"
+        return Published(self.repo_id, private, commit, url, (), (), tuple(kept), len(self.sums))
 
     def check(self, commit: str) -> None:
         """Download every file of a commit, each into a temporary cache, and compare its sha256.

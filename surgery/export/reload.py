@@ -119,11 +119,8 @@ def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str], remote_code: boo
 def make_reference(ids_BT: Tensor, reloaded: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     """Make the reference for other machines: some logits of every token, and a greedy continuation with its margins.
 
-    Args:
-        reloaded: result of `reload`; its pass `dtype` computed in fp32.
-
-    Returns:
-        `ids` (B,T), `vocabulary` (K,), `logits` (B,T,K), `text` (N,), `margins` (N,): best minus second-best logit.
+    From the pass `dtype` of `reload`, computed in fp32. `ids` (B,T), `vocabulary` (K,), `logits` (B,T,K), `text` (N,),
+    `margins` (N,): best minus second-best logit.
     """
     logits_BTV, steps_NV = reloaded[f"{dtype}.logits"].float(), reloaded[f"{dtype}.steps"]
     V = logits_BTV.shape[-1]
@@ -150,8 +147,7 @@ def write_reference(file: Path, reference: Mapping[str, Tensor]) -> None:
 def read_reference(file: Path, vocab_size: int) -> dict[str, Tensor]:
     """Load and check a reference that `make_reference` computed.
 
-    Raises:
-        ModelError: the file is damaged, has unexpected tensors, shapes or dtypes, or has token ids out of range.
+    Raises ModelError if the file is damaged, has other tensors, shapes or dtypes, or has token ids out of range.
     """
     lists = read_object(file.parent, file.name)
     with reading(file.name, None, f"The file is damaged. {AGAIN}"):

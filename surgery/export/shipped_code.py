@@ -51,15 +51,9 @@ _TOKENIZER_FILES = (
 
 
 def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> dict[str, bytes]:
-    """Compare the code that loading the folder would import with this library's.
+    """Return the modules that loading the folder would import, by name, after comparing them with this library's.
 
-    Args:
-        folder: the export.
-        config: its config, loaded by this library's class.
-        trust_remote_code: accept any modelling files.
-
-    Returns:
-        The modules that were checked, by name; empty with `trust_remote_code`.
+    With `trust_remote_code` any modelling files are accepted, and the result is empty.
 
     Raises:
         ModelError: a modelling file is missing; or, without `trust_remote_code`, the folder names or holds code that
@@ -80,7 +74,9 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
         )
     if trust_remote_code:
         return {}
-    classes = _classes_of(config)
+    if not any(config_class is type(config) for config_class, _, _ in CLASSES):
+        raise ModelError("config.json", f"model_type {config.model_type}", "This library has no hybrid of this type.")
+    classes = auto_map(config)
     for name, target in maps.items():
         if target != classes.get(name):
             value = f"auto_map.{name} names {str(target)[:80]!r}, not {classes.get(name, 'a class of this library')}"
@@ -98,13 +94,6 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
     return modules
 
 
-def _classes_of(config: PreTrainedConfig) -> dict[str, str]:
-    """Return the `auto_map` that saving the config writes. Raises ModelError for a type of another library."""
-    if not any(config_class is type(config) for config_class, _, _ in CLASSES):
-        raise ModelError("config.json", f"model_type {config.model_type}", "This library has no hybrid of this type.")
-    return auto_map(config)
-
-
 def _modules_of(config: PreTrainedConfig) -> dict[str, bytes]:
     """Return the modules that saving the config's model writes, by name."""
     file = sys.modules[type(config).__module__].__file__
@@ -114,29 +103,20 @@ def _modules_of(config: PreTrainedConfig) -> dict[str, bytes]:
 
 
 def _check_keys(name: str, data: Any, allowed: set[str]) -> None:
-    """Raise ModelError for a key at any depth that makes a loader import code.
-
-    Args:
-        name: name of the file, for errors.
-        data: its content.
-        allowed: keys that are accepted at the top level.
-    """
+    """Raise ModelError for a key at any depth that makes a loader import code; those `allowed` pass at the top."""
     stack = [("", data, allowed)]
     while stack:
         place, value, skip = stack.pop()
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for key, inner in items:
+            at = f"{place}.{key}" if place else str(key)
             # A key with a number is an entry of a vocabulary.
             names_code = key in _CODE_KEYS and key not in skip and inner and not _is_number(inner)
             if names_code or (key in _IMPLEMENTATION_KEYS and not _is_built_in(inner)):
-                value = shown(f"{_join(place, key)[:80]} is {json.dumps(inner)[:80]}")
+                value = shown(f"{at[:80]} is {json.dumps(inner)[:80]}")
                 raise ModelError(shown(name), value, f"Loading it could run other code. {_TRUST}")
             if isinstance(inner, dict | list):  # not each of the thousands of numbers of a vocabulary
-                stack.append((_join(place, key), inner, set()))
-
-
-def _join(place: str, key: str | int) -> str:
-    return f"{place}.{key}" if place else str(key)
+                stack.append((at, inner, set()))
 
 
 def _is_number(value: Any) -> bool:
@@ -153,12 +133,7 @@ def _is_built_in(implementation: Any) -> bool:
 def private_copy(folder: Path, config: PreTrainedConfig, modules: Mapping[str, bytes]) -> Iterator[Path]:
     """Yield a temporary folder with copies of the checked configs, tokenizer and modules, and links to the weights.
 
-    Loading it runs the checked code, even if the export changes meanwhile.
-
-    Args:
-        folder: the export.
-        config: its config.
-        modules: result of `check_code`.
+    Loading it runs the checked code (`check_code`), even if the export changes meanwhile.
     """
     with TemporaryDirectory() as scratch:
         copy = Path(scratch, "export")
@@ -168,7 +143,7 @@ def private_copy(folder: Path, config: PreTrainedConfig, modules: Mapping[str, b
                 data = read_object(folder, name)
                 _check_keys(name, data, {"auto_map"} if name == "config.json" else set())
                 if name == "config.json":
-                    data["auto_map"] = _classes_of(config)
+                    data["auto_map"] = auto_map(config)
                 (copy / name).write_text(json.dumps(data), encoding="utf-8")
         for path in folder.iterdir():
             if path.name in _TOKENIZER_FILES or path.suffix == ".model":

@@ -41,11 +41,7 @@ from surgery.types import Plan
 
 
 def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
-    """Write weights, config, modelling files and tokenizer.
-
-    Raises:
-        ModelError: a modelling file cannot be shipped.
-    """
+    """Write weights, config, modelling files and tokenizer. Raises ModelError for a file that cannot be shipped."""
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     # Another id belongs to another tokenizer, such as the default of a config class.
@@ -68,11 +64,7 @@ def compare_with_model(
 ) -> dict[str, Any]:
     """Reload the written folder in a process that cannot import `surgery`, and compare logits and tokens.
 
-    Writes the reference that `verify_copy` compares with later.
-
-    Args:
-        model, tokenizer: what it was written from.
-        remote_code: let the folder's modelling files run, as `trust_remote_code=True` does.
+    Writes the reference that `verify_copy` compares with later. `remote_code` lets the folder's modelling files run.
 
     Returns:
         `checked_without_surgery`, `max_logit_difference`, `generated_tokens` (number compared), `tensors` (number).
@@ -137,11 +129,9 @@ def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]
 def reload_and_compare(
     folder: Path, checked: Path, config: PreTrainedConfig, remote_code: bool = True
 ) -> dict[str, Any]:
-    """Reload a copy and compare it with the reference of the export. Returns and raises as `verify_copy`.
+    """Reload a copy and compare it with the reference of the export in `folder`. Returns and raises as `verify_copy`.
 
-    Args:
-        folder: holds the reference.
-        checked: the folder to load, whose code may run.
+    `checked` is the folder to load, whose code may run.
     """
     report: dict[str, Any] = {"not_checked": []}
     has_reference = (folder / REFERENCE).is_file()
@@ -206,11 +196,10 @@ def check_generation_config(folder: Path) -> None:
 
 
 def check_tensors(folder: Path, config: PreTrainedConfig) -> int:
-    """Check the tensors and return their number.
+    """Return the number of tensors, all finite and in the file that the index names; replaced heads are silent.
 
     Raises:
-        ModelError: a tensor is not finite or not in the file that the index names, a replaced head is not silent, or a
-            file could be loaded instead of the weights.
+        ModelError: they are not, or a file could be loaded instead of the weights.
     """
     regular = {path.name: path for path in folder.iterdir() if path.is_file()}  # an index cannot name files elsewhere
     files = weight_files(regular.get)

@@ -130,17 +130,11 @@ _FULL = ("no space left", "quota exceeded", "os error 28", "os error 122", "unex
 
 
 def is_full(error: BaseException) -> bool:
-    """True if a write failed because the disk is full.
-
-    safetensors and torch raise their own errors. Sharded saving raises one error that contains those of all processes.
-    """
+    """True if a write failed because the disk is full. safetensors and torch raise their own errors."""
     if isinstance(error, SurgeryError):
         return False
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, dict):
-        return any(is_full(one) for one, _ in failures.values())
     return any(words in str(error).lower() for words in _FULL)
 
 
@@ -193,7 +187,7 @@ def new_folder(path: Path) -> Iterator[Path]:
                     os.rename(beside / _OLD, path)
                 raise
             _sync(path.parent)
-    except BaseException as error:  # sharded saving raises no `Exception`
+    except Exception as error:
         if not is_full(error):
             raise
         raise RunError(str(path), "the disk is full", "Free some space and run the same command again.") from error

@@ -137,6 +137,3 @@ def _take(lock: int, path: Path, folder: Path, field: str) -> None:
         who = f"Process {holder['pid']} on {holder['host']}" if holder else "Another process"
         hint = f"{who} is writing into it. Wait until it ends. If it has ended, delete {path}."
         raise RunError(field, str(folder), hint)
-
-
-__all__ = ["hold"]

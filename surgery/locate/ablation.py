@@ -17,19 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.data.encoding import EncodedBatch
-from surgery.models.hooks import hooked
+from surgery.models.hooks import hooked, replace_heads
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.types import Fill, MixerSpec, Where
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """Tokens at which a head is ablated, and the replacement of its output.
-
-    Attributes:
-        where: tokens relative to the prompt's last question; see `token_mask`.
-        fill: replacement; see `fill_values`.
-    """
+    """Tokens at which a head is ablated (`token_mask`), and the replacement of its output (`fill_values`)."""
 
     where: Where = "everywhere"
     fill: Fill = "zero"
@@ -108,15 +103,6 @@ def ablated(
         for spec in specs:
             if spec.name in heads:
                 out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
-                change = partial(_replace, heads[spec.name], tokens_BT, fills.get(spec.name))
+                change = partial(replace_heads, heads[spec.name], tokens_BT, fills.get(spec.name))
                 hooks.before(spec.layer, f"{spec.name} out_proj", out_proj, change)
         yield
-
-
-def _replace(heads_WH: Tensor, tokens_BT: Tensor, fill_BTI: Tensor | None, args: tuple) -> tuple:
-    """Replace heads of (W*B,T,I)."""
-    W, H = heads_WH.shape
-    u_WBTHP = args[0].unflatten(0, (W, -1)).unflatten(-1, (H, -1))
-    mask_WBTH = heads_WH[:, None, None] & tokens_BT[None, :, :, None]
-    values = 0 if fill_BTI is None else fill_BTI.unflatten(-1, (H, -1)).to(u_WBTHP.dtype)
-    return (torch.where(mask_WBTH[..., None], values, u_WBTHP).flatten(3).flatten(0, 1), *args[1:])

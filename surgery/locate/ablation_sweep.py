@@ -64,13 +64,9 @@ def run_changed(
 
     Args:
         first: `run.prompt`, or `run.query` with the cache before it.
-        variants: number of changed models.
         change: context manager for a pass. It changes variant w in rows w*B to (w+1)*B - 1.
         cache: states before the query; None if the whole prompts run.
         lowest: layer of the first block that runs.
-
-    Returns:
-        Scores of each variant.
     """
     model, paths = run.model, run.paths
     tokens, batch = (None, run.batch) if run.narrowed is None else run.narrowed
@@ -111,13 +107,8 @@ def ablate(
     clean output. Other mixers of the set are changed while they run.
 
     Args:
-        run: the clean model on the prompts.
-        sets: heads to ablate together.
-        ablation: tokens at which heads are ablated, and the replacement of their outputs; zeros everywhere by default.
+        ablation: by default zeros, everywhere.
         memory: bytes that the residual streams of one pass may take.
-
-    Returns:
-        Scores for each set.
     """
     ablation, memory = ablation or Ablation(), memory or _memory(run.model)
     place = {spec.name: i for i, spec in enumerate(run.specs)}
@@ -222,13 +213,8 @@ def change_at_query(
     variants of a prompt read the same SSM states, and none writes the states after the query.
 
     Args:
-        run: the clean model on the prompts.
-        variants: changes to score.
         memory: bytes that the tensors of one step may take.
         fills: by `MixerSpec.name`, (B,I) values that replace the outputs of ablated heads. By default zeros.
-
-    Returns:
-        Scores for each variant.
     """
     place = {spec.name: i for i, spec in enumerate(run.specs)}
     lowest = [min((place[h.mixer] for h in (*v.ablate, *(h for h, _ in v.oracle))), default=0) for v in variants]
@@ -298,11 +284,7 @@ def _from_block_changed(
 def changes_by_mixer(
     run: CleanRun, variants: Sequence[Variant], values: dict[tuple[str, Reads], Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, OracleRead]]:
-    """Arrange variants by mixer, for `intervene`.
-
-    Args:
-        values: cache of `oracle_values` by mixer and position. New values are added.
-    """
+    """Arrange variants by mixer, for `intervene`. `values`: cache of `oracle_values`, to which new ones are added."""
     specs, values = {spec.name: spec for spec in run.specs}, {} if values is None else values
     W, B, device = len(variants), len(run.batch), run.batch.input_ids.device
     masks: dict[str, Tensor] = {}

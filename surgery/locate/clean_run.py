@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from surgery.data.choice_scores import Paths, arguments, branched, likelihoods, paths_of, row_bytes, snapshot
 from surgery.data.encoding import EncodedBatch
 from surgery.data.ranking import ChoiceScores, check_logits, choice_scores, compared
-from surgery.models.cache import cache_of_all_tokens, expand_cache
+from surgery.models.cache import expand_cache
 from surgery.models.hooks import ActivationCache, only_logits, record
 from surgery.models.lookup import family_of
 from surgery.models.sizes import own_kv_bytes_per_token, state_bytes
@@ -57,7 +57,7 @@ class CleanRun:
         query: their last token alone.
         steps: the tokens of the paths, one pass each.
         paths: tokens to decode to score choices of several tokens; None if every choice has one token.
-        before_query: states and keys before the query. Layers with a sliding window have those of all tokens too.
+        before_query: states and keys before the query.
         narrowed: the tokens that are choices of some prompt, and the batch with choices that index them; None if the
             logits of the whole vocabulary are needed.
         scores: of the clean model.
@@ -132,8 +132,6 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
 
     def run_before_query() -> Cache:
         inputs = arguments(model, batch.input_ids[:, :-1], None if mask is None else mask[:, :-1])
-        if (all_tokens := cache_of_all_tokens(model.config)) is not None:
-            inputs["cache"] = all_tokens  # an oracle read may lie before the sliding window
         cache: Cache = model(**inputs, use_cache=True, logits_to_keep=1).cache
         return cache
 
@@ -190,11 +188,7 @@ def run_pass(
 
 
 def scores_by_variant(logits: list[Tensor], batch: EncodedBatch, paths: Paths | None) -> list[ChoiceScores]:
-    """Compare each prompt's choices in every variant.
-
-    Args:
-        logits: logits at the query, then at each token of the paths.
-    """
+    """Compare each prompt's choices in every variant. `logits`: at the query, then at each token of the paths."""
     if paths is None:
         return [choice_scores(x, batch) for x in logits[0].split(len(batch))]
     _, gold_B = batch.last_question()

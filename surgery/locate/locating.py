@@ -145,11 +145,7 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
 def _ticker(
     section: Locate, splice: Splice, batches: int, num_heads: int, progress: Progress | None
 ) -> Callable[[], None]:
-    """Count the steps of this process for `progress`. The total is that of a process that measures every batch.
-
-    Args:
-        num_heads: number of heads that can be spliced.
-    """
+    """Count the steps of this process for `progress`. The total is that of a process that measures every batch."""
     methods = [METHODS[method] for method in section.per_batch]
     per_batch = sum(len(method.columns) if method.changes_heads else 1 for method in methods)
     further = splice.num_heads - 1 if is_greedy(splice.select) else 0
@@ -194,15 +190,7 @@ def _scored(
 def measure_gains(
     prompts: PromptBatches, tick: Callable[[], None], options: Sequence[Candidate], taken: Sequence[Candidate]
 ) -> Array:
-    """Measure the margin that each oracle read gains in addition to those already made.
-
-    Args:
-        options: oracle reads to measure.
-        taken: oracle reads that are made in every run.
-
-    Returns:
-        (options,N) gains in logits.
-    """
+    """(options,N) margins in logits that each oracle read gains in addition to those of `taken`."""
     variants = [Variant(oracle=tuple(taken)), *(Variant(oracle=(*taken, option)) for option in options)]
     with prompts.gathered() as batches:
         for index, run in prompts.clean_runs():

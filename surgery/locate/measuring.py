@@ -44,12 +44,7 @@ def measure_heads(
 ) -> tuple[Table, list[int]]:
     """Measure all items on all prompts. A search measures in rounds and drops heads between them.
 
-    Args:
-        specs: all mixers.
-        sites: the mixers that can be spliced.
-
-    Returns:
-        The scores, and the items that were measured on all prompts.
+    `sites` are the mixers of `specs` that can be spliced. Returns the scores, and the items measured on all prompts.
     """
     section = prompts.section
     items = items_of(specs, section.layers)
@@ -79,13 +74,9 @@ def measure_heads(
 def measure_batch(
     batch: LocateBatch, index: int, alive: Sequence[int], num_items: int, tick: Callable[[], None]
 ) -> Record:
-    """Run every method of the recipe on one batch.
+    """Run every method of the recipe on one batch, whose items have the indices `alive` among all; others get NaN.
 
-    Args:
-        index: index of the batch.
-        alive: indices of the batch's items among all items. The other items get NaN.
-        num_items: number of all items.
-        tick: called after each column, or after each method that scores all heads at once.
+    `tick` is called after each column, or after each method that scores all heads at once.
     """
     run = batch.run
     record = Record(index, plain(run.scores))
@@ -143,10 +134,6 @@ def train_candidates(
     """Run the methods that train candidates: the best heads by a ranking, among those that can be spliced.
 
     Every process does the same work, and takes the result of the first one.
-
-    Args:
-        heads: with the scores of the other methods.
-        sites: the mixers that can be spliced.
 
     Returns:
         The heads with the scores of these methods, the heads that the method of `splice.select` chooses together, and

@@ -106,11 +106,7 @@ def intervals(values_CN: Array, seed: int) -> list[Interval]:
 
 
 def scores_of(table: Table, seed: int) -> dict[str, list[Interval]]:
-    """Compute an interval for each column and item.
-
-    Returns:
-        By column: margins in logits, each followed by `COLUMN_accuracy`; then estimates in their own unit.
-    """
+    """By column, an interval for each item: margins in logits, each followed by `COLUMN_accuracy`; then estimates."""
     right = table.clean_correct()
     scores: dict[str, list[Interval]] = {}
     for column in table.columns:
@@ -126,15 +122,8 @@ def roles_of(table: Table, alive: Sequence[int], heads: int) -> list[Role]:
 
     Each head and position gets an exact McNemar test on the answers that its ablation loses. Holm's correction covers
     all of them together: in a model that does not retrieve, the probability that any head gets a role is at most 0.05.
-    Heads that a search dropped count as tests but get no role.
-
-    Args:
-        alive: items that were measured on all prompts.
-        heads: number of heads; they are the first items.
-
-    Returns:
-        Role of each head: `gather`, `aggregate`, `both`, `neither`, or `unmeasured` if it was dropped or if neither
-        position was measured.
+    Heads that a search dropped (not `alive`) count as tests but are `unmeasured`, as all are if neither position was
+    measured. `heads` is their number; they are the first items.
     """
     right, tested = table.clean_correct(), {i for i in alive if i < heads}
     roles: dict[str, Role] = {"context": "gather", "query": "aggregate"}

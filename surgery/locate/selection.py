@@ -29,11 +29,9 @@ Gains = Callable[[Sequence[Candidate], Sequence[Candidate]], np.ndarray]
 def rank(heads: Sequence[ScoredHead], select: str) -> tuple[ScoredHead, ...]:
     """Rank heads, the best first. Heads that a search has dropped come last.
 
-    Args:
-        heads: in any order.
-        select: a value of `splice.select` that ranks. A head's value is the column named by its `reads` if the method
-            has it, otherwise its best column. The columns of a method that trains are compared in turn. Heads that it
-            did not train come after the others, the best oracle read first.
+    `select` is a value of `splice.select` that ranks. A head's value is the column named by its `reads` if the method
+    has it, otherwise its best column. The columns of a method that trains are compared in turn. Heads that it did not
+    train come after the others, the best oracle read first.
     """
     columns = [column.name for column in RANKINGS[select].columns]
 
@@ -62,12 +60,7 @@ def ranking_of(splice: Splice, section: Locate) -> str:
 
 
 def search_rounds(first: int, examples: int) -> list[int]:
-    """Number of prompts measured by the end of each round of a search.
-
-    Args:
-        first: number of prompts of the first round. It doubles with each round.
-        examples: number of all prompts, measured by the end of the last round.
-    """
+    """Number of prompts measured by the end of each round of a search: `first`, doubled, up to all `examples`."""
     counts = []
     while first < examples:
         counts.append(first)
@@ -86,16 +79,9 @@ def still_candidates(
 ) -> list[int]:
     """Drop heads that cannot be among the best by any ranking that the result depends on. Layers stay.
 
-    These are the ranking that selects heads, and those that choose candidates to train. They share the level `risk`.
-
-    Args:
-        alive: items that were measured so far.
-        heads: all heads; they are the first items.
-        sites: mixers that can be spliced. Heads of other mixers compete among themselves.
-        rounds: number of times that heads are dropped.
-
-    Returns:
-        The items to measure in the next round.
+    These are the ranking that selects heads, and those that choose candidates to train. They share the level `risk`
+    over all `rounds` of dropping. Heads of mixers that cannot be spliced (not in `sites`) compete among themselves.
+    `heads` are the first items.
     """
     assert section.search is not None
     select = ranking_of(splice, section)
@@ -130,12 +116,6 @@ def survivors(
     Args:
         arms_ACN: scores by prompt, the larger the better. A head's value is its best arm. NaN for dropped heads.
         alive: heads that were not dropped before.
-        keep: k, the number of heads to find.
-        risk: probability of dropping one of the true best, over all rounds.
-        num_rounds: number of times that heads are dropped.
-
-    Returns:
-        The heads that stay.
     """
     if len(alive) <= keep:
         return list(alive)
@@ -166,12 +146,9 @@ def choose(
     seed: int,
     gains: Gains | None = None,
 ) -> tuple[ScoredHead, ...]:
-    """Choose the heads to splice, in order; none if the model has no mixer that can be spliced.
+    """Choose the heads to splice among `ranked`, in order; none if the model has no mixer that can be spliced.
 
-    Args:
-        ranked: heads, ranked by `ranking_of`.
-        sites: mixers that can be spliced.
-        gains: measures the second and further heads. Required if the ranking is greedy.
+    `gains` measures the second and further heads of a greedy ranking.
 
     Raises:
         PlanError: more heads than can be spliced, or a listed head that cannot.
@@ -228,17 +205,8 @@ def can_choose_again(measured: Splice, splice: Splice, section: Locate) -> bool:
 def choose_again(heads: HeadSet, sites: Sequence[MixerSpec], splice: Splice, section: Locate, seed: int) -> HeadSet:
     """Choose heads for another `select` or `num_heads` from heads that are measured already.
 
-    The result equals that of a new measurement, except for its cost. Check `can_choose_again` before.
-
-    Args:
-        heads: the measured heads, with those that were chosen.
-        sites: mixers that can be spliced.
-        splice: the recipe's section `splice`, with the heads to choose.
-        section: the recipe's section `locate`. It must be that of the measurement.
-        seed: of the measurement.
-
-    Raises:
-        PlanError: as `choose`.
+    The result equals that of a new measurement, except for its cost. Check `can_choose_again` before. `section` and
+    `seed` must be those of the measurement. Raises as `choose`.
     """
     ranked = rank(heads.heads, ranking_of(splice, section))
     if is_greedy(splice.select) and splice.num_heads > 1:

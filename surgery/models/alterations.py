@@ -1,6 +1,6 @@
-"""Run a model with parts removed, as in the paper's experiments (arXiv 2504.18574). Weights are not changed.
+"""Run a model with parts removed, as in the paper's experiments (arXiv 2504.18574), or silence heads permanently.
 
-Shape legend: B prompts, T tokens, D model width, I inner width (H heads of P).
+Shape legend: B prompts, T tokens, H heads.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from surgery.errors import ModelError
 from surgery.hybrid.configuration_hybrid import is_whole
-from surgery.models.hooks import Hooks, hooked
-from surgery.models.lookup import block_of, mixer_of, structure_of
-from surgery.types import MixerSpec
+from surgery.models.hooks import Hooks, hooked, replace_heads
+from surgery.models.inserted import attention_layers
+from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
+from surgery.types import Graft, MixerSpec
+
+HEADS_OFF = "hybrid_heads_off"
 
 
 @contextmanager
@@ -29,7 +33,7 @@ def altered(
     mask_last_row: bool = False,
     drop: Sequence[int] = (),
 ) -> Iterator[None]:
-    """Change the model for every forward pass inside the context.
+    """Change the model for every forward pass inside the context. Weights are not changed.
 
     Args:
         specs: all mixers of the model.
@@ -42,19 +46,22 @@ def altered(
     Raises:
         ModelError: a hook never fired, so a change was not applied.
     """
+    every = torch.ones(1, 1, dtype=torch.bool, device=model.device)
     with hooked(model, specs) as hooks, _cut(model, specs[0], layers):
         for spec in specs:
             if layers is not None and spec.layer >= layers:
                 continue
             if spec.name in off:
-                mask = torch.zeros(spec.num_heads, dtype=torch.bool, device=model.device)
-                mask[list(off[spec.name])] = True
+                heads_1H = torch.zeros(1, spec.num_heads, dtype=torch.bool, device=model.device)
+                heads_1H[:, list(off[spec.name])] = True
                 out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
-                hooks.before(spec.layer, f"{spec.name} out_proj", out_proj, partial(_ablate, mask))
+                hooks.before(
+                    spec.layer, f"{spec.name} out_proj", out_proj, partial(replace_heads, heads_1H, every, None)
+                )
             if mask_last_row and attends(model.config, spec):
                 mixer = mixer_of(model, spec)
                 o_proj = mixer.attention.o_proj if spec.is_ssm else structure_of(spec).out_proj(mixer)
-                hooks.before(spec.layer, f"{spec.name} last row", o_proj, _mask_last)
+                hooks.before(spec.layer, f"{spec.name} last row", o_proj, partial(replace_heads, every, None, None))
         for layer in drop:
             _skip(hooks, layer, block_of(model, layer, specs[0]))
         yield
@@ -72,8 +79,7 @@ def _cut(model: PreTrainedModel, spec: MixerSpec, layers: int | None) -> Iterato
     backbone = model.get_submodule(spec.path.split(".layers.")[0])
     blocks = backbone.layers
     try:
-        if layers is not None:
-            backbone.layers = nn.ModuleList(list(blocks)[:layers])
+        backbone.layers = blocks if layers is None else nn.ModuleList(list(blocks)[:layers])
         yield
     finally:
         backbone.layers = blocks
@@ -90,14 +96,35 @@ def _skip(hooks: Hooks, layer: int, block: nn.Module) -> None:
     hooks.after(layer, f"L{layer} block's end", block, pass_input)
 
 
-def _ablate(mask_H: Tensor, args: tuple) -> tuple:
-    """Zero heads of (B,T,I) at every token."""
-    u_BTHP = args[0].unflatten(-1, (len(mask_H), -1))
-    return ((u_BTHP * ~mask_H[:, None]).flatten(2), *args[1:])
+@contextmanager
+def heads_off(model: PreTrainedModel) -> Iterator[None]:
+    """Zero the output of all spliced attention in every forward pass inside the context.
+
+    All other weights stay as trained. With `mode: add` SSM heads still run. With `mode: replace` they stay silenced.
+    With `unit: layer` the mixer of the layer adds nothing. Inserted attention blocks add nothing, and an SSM layer
+    inserted below one stays.
+
+    Raises:
+        ModelError: nothing is spliced into the model, or a hook never fired.
+    """
+    sites = {site["layer"]: site for site in getattr(model.config, "splice", None) or []}
+    blocks = attention_layers(model.config)
+    if not sites and not blocks:
+        raise ModelError("splice", None, "Nothing is spliced into this model. Use a hybrid.")
+    specs = family_of(model.config).mixers(model.config)
+    with hooked(model, specs) as hooks:
+        for spec in specs:
+            whole = spec.layer in blocks or (spec.layer in sites and is_whole(sites[spec.layer]))
+            if (spec.layer not in sites and not whole) or whole == spec.is_ssm:
+                continue  # with another mixer of this layer
+            mixer = mixer_of(model, spec)
+            last = structure_of(spec).out_proj(mixer) if whole else mixer.attention.o_proj
+            hooks.after(spec.layer, f"{spec.name} spliced", last, torch.zeros_like)
+        yield
 
 
-def _mask_last(args: tuple) -> tuple:
-    """Zero the last token of (B,T,I)."""
-    u_BTI = args[0].clone()
-    u_BTI[:, -1] = 0
-    return (u_BTI, *args[1:])
+@torch.no_grad()
+def silence(out_proj: nn.Linear, graft: Graft) -> None:
+    """Zero the heads' columns of `out_proj`. Training keeps them at zero. Call it again after merging adapters."""
+    for head in graft.heads:
+        out_proj.weight[:, structure_of(graft.site).weight_slices(graft.site, head).out] = 0

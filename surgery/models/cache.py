@@ -9,26 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from surgery.models.meters import FusedAttention, Meter
-
-
-def cache_of_all_tokens(config: PreTrainedConfig) -> Cache | None:
-    """Create an empty cache that keeps the keys and values of all tokens in layers with a sliding window.
-
-    The cache that such a model makes by itself drops what its next token cannot attend to. The outputs with both are
-    equal, since the attention mask has the window too.
-
-    Returns:
-        The cache, to pass to the model's forward. None if no layer has a sliding window.
-    """
-    if getattr(config, "sliding_window", None) is None:
-        return None
-    cache = DynamicCache(config=config)
-    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
-    return cache
 
 
 def expand_cache(cache: Cache, variants: int, first: int = 0, shared: Collection[int] = ()) -> Cache:
@@ -97,8 +81,7 @@ def cache_bytes(model: PreTrainedModel, tokens: int = 4) -> CacheBytes:
     model.eval()
     with torch.no_grad(), FusedAttention(), Meter():
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        output = model(ids, use_cache=True)
-    cache = output.cache
+        cache = model(ids, use_cache=True).cache
     states, keys_values = cache_tensors(cache)
     return CacheBytes(sum(t.nbytes for t in states), sum(t.nbytes for t in keys_values) // tokens)
 

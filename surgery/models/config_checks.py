@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.configuration_utils import remap_legacy_layer_types
 
 from surgery.errors import ModelError
@@ -29,23 +29,15 @@ SIZES = frozenset((
 
 
 def check_sizes(data: Any) -> None:
-    """Refuse a config.json with impossible sizes, before a model is built from it.
-
-    Args:
-        data: content of the config.json.
-
-    Raises:
-        ModelError: it is no JSON object, a size is below 1 or above 2^31 - 1, or it has more than 256 layers.
-    """
+    """Raise ModelError if a config.json is no JSON object, or has a size outside 1 to 2^31 - 1 or over 256 layers."""
     if not isinstance(data, dict):
         raise ModelError("config.json", type(data).__name__, f"It is not a JSON object. {CONFIG_HINT}")
     for key, value in data.items():
         if isinstance(value, dict):
             check_sizes(value)
         if key in SIZES and isinstance(value, (int, float)) and not (type(value) is int and 1 <= value <= _LARGEST):
-            raise ModelError(
-                f"config.json: {key}", value, f"It must be a whole number from 1 to {_LARGEST}. {CONFIG_HINT}"
-            )
+            hint = f"It must be a whole number from 1 to {_LARGEST}. {CONFIG_HINT}"
+            raise ModelError(f"config.json: {key}", value, hint)
         if key in _CHUNKS and value is None:
             raise ModelError(f"config.json: {key}", "null", f"It must be a whole number. {CONFIG_HINT}")
         layers = len(value) if key in _LAYER_LISTS and isinstance(value, list) else value if key in _LAYER_COUNTS else 0
@@ -61,35 +53,19 @@ STEP_MIN = 1e-30  # as a lower limit of dt: none. The initialisation of the clas
 
 
 def check_patterns(data: Mapping[str, Any]) -> None:
-    """Refuse layers that the config's class cannot take, for which transformers raises bare exceptions.
-
-    Raises:
-        ModelError: a pattern has a letter that transformers does not know, or the class computes a list that is given.
-    """
+    """Raise ModelError if a pattern has a letter that transformers does not know."""
     for key in _PATTERNS:
         unknown = sorted(set(str(data.get(key) or "")) - _LETTERS.keys())
         if unknown:
             known = ", ".join(f"{letter} ({kind})" for letter, kind in _LETTERS.items())
             hint = f"transformers does not know {unknown[0]!r}, only {known}. Correct it, or update transformers."
             raise ModelError(f"config.json: {key}", data[key], hint)
-    model_type = str(data.get("model_type"))
-    for key in data.keys() & set(_LAYER_LISTS) if model_type in CONFIG_MAPPING else ():
-        of_class = CONFIG_MAPPING[model_type]
-        computed = getattr(of_class, of_class.attribute_map.get(key, key), None)
-        if isinstance(computed, property) and computed.fset is None:
-            hint = "Its class computes this list from other keys. Remove the key."
-            raise ModelError(f"config.json: {key}", data[key], hint)
 
 
 def check_layers(data: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse a config.json that states the kinds of its layers twice and differently, since its class reads one only.
+    """Raise ModelError if a config.json states the kinds of its layers twice and differently.
 
-    Args:
-        data: content of config.json.
-        config: the class's config, which was made from it.
-
-    Raises:
-        ModelError: names a key whose value the class does not follow, and what it reads.
+    Its class reads one of them only, so it would compute another model. `config` was made from `data`.
     """
     read = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
     if read is None:
@@ -114,11 +90,7 @@ def published_limits(config: PreTrainedConfig, lower_limit: str) -> dict[str, An
     """Return the fields to change so that the class limits dt as the published model does.
 
     Published models clamp dt to `time_step_limit`. Some classes of transformers ignore it, and clamp to another field
-    from below, so that field takes the limit.
-
-    Args:
-        config: config of a plain model.
-        lower_limit: `Family.lower_limit`.
+    from below (`Family.lower_limit`), so that field takes the limit.
 
     Raises:
         ModelError: the class cannot have this limit.
@@ -139,8 +111,8 @@ def published_limits(config: PreTrainedConfig, lower_limit: str) -> dict[str, An
 
 
 def check_splice_version(data: Mapping[str, Any]) -> None:
-    """Refuse a config.json whose field `splice` has another format. Raises ModelError."""
-    version = data.get("splice_version", SPLICE_VERSION)  # exports of 0.1 have no version; it is 1
+    """Raise ModelError if the field `splice` of a config.json has another format."""
+    version = data.get("splice_version", SPLICE_VERSION)
     if data.get("splice") and version != SPLICE_VERSION:
         hint = f"This release reads version {SPLICE_VERSION}. Install the release that wrote it."
         raise ModelError("config.json: splice_version", version, hint)
@@ -158,10 +130,7 @@ def quantization_of(config: PreTrainedConfig) -> str:
 def check_unquantized(config: PreTrainedConfig) -> None:
     """Refuse a checkpoint whose weights are stored quantized.
 
-    Locating reads columns of weights, a splice copies rows, and merging adapters changes them.
-
-    Raises:
-        ModelError: the config has a `quantization_config`.
+    Locating reads columns of weights, a splice copies rows, and merging adapters changes them. Raises ModelError.
     """
     method = quantization_of(config)
     if method:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, NemotronHConfig, PreTrainedModel
 
-from surgery.errors import ModelError, RunError, reading
+from surgery.errors import RunError, reading
 from surgery.files.atomic import new_folder, write_json
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
@@ -27,17 +27,9 @@ from surgery.recipe import Base
 DTYPES = ("float32", "bfloat16", "float16")
 _IN_FP32 = ("A_log", "dt_bias", "D")  # kept in fp32, as in the exported classes
 _OTHER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,17 +60,15 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
         raise RunError("--dtype", dtype, f"Use one of {', '.join(DTYPES)}.")
     with hold(folder, "FOLDER"):
         if check_replaceable("FOLDER", folder, "model", {"MODEL": base.model}) and not overwrite:
-            raise RunError(
-                "FOLDER", str(folder), "The folder already holds a model. Set another folder, or pass --overwrite."
-            )
+            hint = "The folder already holds a model. Set another folder, or pass --overwrite."
+            raise RunError("FOLDER", str(folder), hint)
         return _convert(open_checkpoint(base), folder, dtype)
 
 
 def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
     model: PreTrainedModel | None = None
-    if source.is_mamba_ssm or (
-        type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not quantization_of(source.config)
-    ):
+    has_class = type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not quantization_of(source.config)
+    if source.is_mamba_ssm or has_class:
         model, tensors = checked_model(source)
     else:
         tensors = source.tensors()
@@ -111,8 +101,7 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
 def _copy_config(source: StoredModel, folder: Path, dtype: str | None) -> None:
     """Write the config with the new dtype. Copy modelling files, or add their Hub repository to `auto_map`."""
     config_file = source.find("config.json")
-    if config_file is None:
-        raise ModelError("base.model", source.model, "It has no config.json. Use a folder or Hub id of a checkpoint.")
+    assert config_file is not None  # `open_checkpoint` has read it
     with reading("base.model", str(config_file), CONFIG_HINT):
         config = json.loads(config_file.read_text(encoding="utf-8"))
         if "auto_map" in config and source.folder is None:

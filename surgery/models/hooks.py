@@ -75,52 +75,35 @@ class Hooks:
         self._handles.append(block.register_forward_pre_hook(hook))
 
     def before(self, layer: int, name: str, module: nn.Module, change: Callable[[tuple], tuple | None]) -> None:
-        """Set a hook before a module runs.
+        """Set a hook before a module runs in a layer. `name` is in the error if it never fires.
 
-        Args:
-            layer: layer in which the hook acts.
-            name: name in the error if it never fires.
-            change: function of the positional arguments. Its result replaces them, unless it is None.
+        `change` is a function of the positional arguments. Its result replaces them, unless it is None.
         """
-
-        def hook(_: nn.Module, args: tuple) -> tuple | None:
-            if self._layer != layer:
-                return None
-            self._waiting.discard(name)
-            return change(args)
-
-        self._waiting.add(name)
-        self._handles.append(module.register_forward_pre_hook(hook))
+        self._handles.append(module.register_forward_pre_hook(self._acting(layer, name, change)))
 
     def after(self, layer: int, name: str, module: nn.Module, change: Callable[[Any], Any]) -> None:
-        """Set a hook after a module has run.
+        """Set a hook after a module has run, like `before`. `change` is a function of the output."""
+        self._handles.append(module.register_forward_hook(self._acting(layer, name, change)))
 
-        Args:
-            layer: layer in which the hook acts.
-            name: name in the error if it never fires.
-            change: function of the output. Its result replaces the output, unless it is None.
-        """
-
-        def hook(_: nn.Module, __: tuple, output: Any) -> Any:
+    def _acting(self, layer: int, name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
+        def hook(*arguments: Any) -> Any:
             if self._layer != layer:
                 return None
             self._waiting.discard(name)
-            return change(output)
+            return change(arguments[-1])
 
         self._waiting.add(name)
-        self._handles.append(module.register_forward_hook(hook))
+        return hook
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
     def check(self) -> None:
         """Raise ModelError if a hook never fired."""
         if self._waiting:
-            hint = (
-                "A fused kernel bypasses this module, so nothing was measured. Run without that kernel, in eval mode."
-            )
+            hint = "A fused kernel bypasses this module, so nothing was measured. "
+            hint += "Run without that kernel, in eval mode."
             raise ModelError("hook", sorted(self._waiting)[0], hint)
 
 
@@ -178,6 +161,24 @@ def store_input(store: dict[Any, Tensor], name: str | int, args: tuple) -> None:
 def store_output(store: dict[Any, Tensor], name: str | int, output: Tensor) -> None:
     """Hook that stores a module's output under `name`."""
     store[name] = output.detach()
+
+
+def replace_heads(heads_WH: Tensor, tokens_BT: Tensor | None, fill: Tensor | None, args: tuple) -> tuple:
+    """Hook before `out_proj` that replaces heads of (W*B,T,I).
+
+    Args:
+        heads_WH: bool, heads to replace in each variant.
+        tokens_BT: bool, tokens at which to replace them; None for the last one.
+        fill: the new values, which broadcast to (B,T,I); None for zeros.
+    """
+    W, H = heads_WH.shape
+    u_WBTHP = args[0].unflatten(0, (W, -1)).unflatten(-1, (H, -1))
+    if tokens_BT is None:
+        T = u_WBTHP.shape[2]
+        tokens_BT = torch.arange(T, device=u_WBTHP.device)[None] == T - 1
+    mask_WBTH = heads_WH[:, None, None] & tokens_BT[None, :, :, None]
+    values = 0 if fill is None else fill.unflatten(-1, (H, -1)).to(u_WBTHP.dtype)
+    return (torch.where(mask_WBTH[..., None], values, u_WBTHP).flatten(3).flatten(0, 1), *args[1:])
 
 
 def _store_first(store: dict[Any, Tensor], tuples: set[str | int], name: str | int, output: Any) -> None:
@@ -261,11 +262,8 @@ def replaced_once(
     finally:
         delattr(module, method)  # restores that of the class
     if not calls:
-        raise ModelError(
-            "hook",
-            type(module).__name__,
-            f"Its {method} was never called, so nothing was measured. Run without fused kernels.",
-        )
+        hint = f"Its {method} was never called, so nothing was measured. Run without fused kernels."
+        raise ModelError("hook", type(module).__name__, hint)
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 import torch
 import torch.nn.functional as F
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from transformers import (
     Mamba2Config,
@@ -28,6 +29,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from surgery.errors import ModelError
 from surgery.hybrid.modeling_hybrid import HybridCausalLMMixin, HybridModelMixin, SplicedAttention, SpliceRows
@@ -35,7 +37,6 @@ from surgery.types import Graft, MixerSpec
 
 FIELD = "inserted"  # field of the config: one entry for each graft, from below
 SIDE = "side_channels"  # field of the config: channels of the residual stream that the base lacks
-CHANNELS = "channels"  # field of an entry of `inserted`
 BASE_TYPE = "inserted_into"  # field of the config: model_type of the base. Mamba-2 if it is missing
 
 CLASS = "NemotronHForCausalLM"
@@ -56,61 +57,63 @@ def has_inserted(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, FIELD, None))
 
 
+class Inserted(TypedDict):
+    """An entry of the field `inserted`: one graft.
+
+    Attributes:
+        layers: indices of the new layers in the hybrid, the attention block last.
+        before: layer of the base that follows them.
+        site: layer of the located heads.
+        channels: of a pair with side channels, its first one, and the first one behind them.
+    """
+
+    form: Literal["block", "pair"]
+    init: Literal["random", "ssm"]
+    layers: list[int]
+    before: int
+    site: int
+    heads: list[NonNegativeInt]
+    reads: list[Any]
+    channels: NotRequired[list[int]]
+
+
+_ENTRIES: TypeAdapter[list[Any]] = TypeAdapter(list[Inserted], config=ConfigDict(strict=True, extra="forbid"))
+
+
 def inserted_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return the checked entries of the field `inserted`; empty if nothing was inserted.
-
-    An entry has `form`, `init` (`random` in older exports, which lack it), `layers` (indices of the new layers in the
-    hybrid, the attention block last), `before` (layer of the base that follows them), `site` (layer of the located
-    heads), `heads`, and `reads`. That of a pair with side channels has `channels`: its first one, and the first one
-    behind them (older exports lack it; their pairs share all side channels).
 
     Raises:
         ModelError: an entry is malformed, or does not fit the layers of the config.
     """
-    entries = getattr(config, FIELD, None) or []
     hint = "The field lists the layers that were inserted into the base. Export the model again."
-    kinds = list(getattr(config, "layers_block_type", None) or [])
-    if not isinstance(entries, list):
-        raise ModelError(f"config.json {FIELD}", str(entries)[:80], hint)
-    last, removed = -1, 0
+    try:
+        entries: list[dict[str, Any]] = _ENTRIES.validate_python(getattr(config, FIELD, None) or [])
+    except ValidationError as error:
+        raise ModelError(f"config.json {FIELD}", error.errors()[0]["loc"], hint) from None
+    if not entries:
+        return []
+    side = side_channels(config)
+    start, channel = 0, config.hidden_size - side  # the first layer and side channel that the next entry can have
+    removed = 0
     for entry in entries:
-        value = str(entry)[:120]
-        keys = {"form", "init", "layers", "before", "site", "heads", "reads"}
-        fits = isinstance(entry, dict) and (set(entry) | {"init"}) - {CHANNELS} == keys
-        if not fits or not isinstance(entry["form"], str):
-            raise ModelError(f"config.json {FIELD}", value, hint)
-        layers, numbers = entry["layers"], (entry["before"], entry["site"])
-        expected = {"block": ["full_attention"], "pair": ["linear_attention", "full_attention"]}.get(entry["form"])
-        lists = all(isinstance(entry[name], list) for name in ("layers", "heads", "reads"))
-        fits = lists and all(type(n) is int and n >= 0 for n in (*layers, *numbers, *entry["heads"]))
-        fits = fits and layers == list(range(layers[0], layers[0] + len(layers))) if fits and layers else False
-        if not fits or layers[0] <= last or [*kinds[layers[0] : layers[-1] + 1]] != expected:
-            raise ModelError(f"config.json {FIELD}", value, hint)
-        if entry.get("init", "random") not in (("random", "ssm") if entry["form"] == "pair" else ("random",)):
-            raise ModelError(f"config.json {FIELD}", value, hint)
-        if not 0 < len(entry["heads"]) == len(entry["reads"]) <= config.num_attention_heads:
-            raise ModelError(f"config.json {FIELD}", value, hint)
-        if entry["before"] != layers[0] - removed:
-            raise ModelError(f"config.json {FIELD}", value, hint)
-        last, removed = layers[-1], removed + len(layers)
-    ranges = [entry[CHANNELS] for entry in entries if CHANNELS in entry]
-    of_pairs = all((CHANNELS in entry) == (entry["form"] == "pair") for entry in entries)
-    if ranges and not (of_pairs and _are_side_channels(ranges, config)):
-        raise ModelError(f"config.json {FIELD} {CHANNELS}", str(ranges)[:120], hint)
+        layers, is_pair = entry["layers"], entry["form"] == "pair"
+        kinds = ["linear_attention", "full_attention"] if is_pair else ["full_attention"]
+        first, end = entry["before"] + removed, (entry.get("channels") or [channel])[-1]
+        fits = [
+            layers == list(range(first, first + len(kinds))) and first >= start,
+            list(getattr(config, "layers_block_type", ()))[first : first + len(kinds)] == kinds,
+            0 < len(entry["heads"]) == len(entry["reads"]) <= getattr(config, "num_attention_heads", 0),
+            is_pair or entry["init"] == "random",
+            entry.get("channels") == ([channel, end] if is_pair and side else None),
+            end > channel or "channels" not in entry,
+        ]
+        if not all(fits):
+            raise ModelError(f"config.json {FIELD}", str(entry)[:160], hint)
+        start, channel, removed = layers[-1] + 1, end, removed + len(kinds)
+    if channel != config.hidden_size:
+        raise ModelError(f"config.json {FIELD} channels", side, hint)
     return entries
-
-
-def _are_side_channels(ranges: list[Any], config: PreTrainedConfig) -> bool:
-    """Return whether these fields `channels` divide the side channels among the pairs, in order."""
-    end = config.hidden_size - side_channels(config)
-    for channels in ranges:
-        if not isinstance(channels, list) or [type(n) for n in channels] != [int, int]:
-            return False
-        first, last = channels
-        if first != end or last <= first:
-            return False
-        end = last
-    return end == config.hidden_size
 
 
 def new_layers(config: PreTrainedConfig) -> tuple[int, ...]:
@@ -136,17 +139,9 @@ def side_channels(config: PreTrainedConfig) -> int:
     return number
 
 
-def own_channels(entry: Mapping[str, Any], config: PreTrainedConfig) -> slice | None:
-    """Return the side channels of a pair; None if it has none.
-
-    Args:
-        entry: from `inserted_entries`.
-        config: config of the hybrid.
-    """
-    side = side_channels(config)
-    if entry["form"] != "pair" or not side:
-        return None
-    return slice(*entry.get(CHANNELS, (config.hidden_size - side, config.hidden_size)))
+def own_channels(entry: Mapping[str, Any]) -> slice | None:
+    """Return the side channels of a pair; None if it has none."""
+    return slice(*entry["channels"]) if "channels" in entry else None
 
 
 def base_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -184,11 +179,7 @@ def portable_config(data: Mapping[str, Any], config: PreTrainedConfig) -> dict[s
     """Return the content of config.json in the form that vLLM and llama.cpp read too.
 
     They take `hybrid_override_pattern` and their own names of some sizes, and a config with fields of experts for a
-    model with experts. transformers drops the first and writes the last whenever it saves.
-
-    Args:
-        data: content of config.json as transformers writes it.
-        config: of a Nemotron-H with inserted layers.
+    model with experts. transformers drops the first and writes the last whenever it saves (`data`).
     """
     left_out = _LEFT_OUT if "moe" in config.layers_block_type else (*_LEFT_OUT, *_OF_EXPERTS)
     return {
@@ -203,11 +194,7 @@ def portable_config(data: Mapping[str, Any], config: PreTrainedConfig) -> dict[s
 
 
 def grafts_of(config: PreTrainedConfig, sites: Mapping[int, MixerSpec]) -> tuple[Graft, ...]:
-    """Return the grafts of a hybrid with inserted layers.
-
-    Args:
-        config: config of the hybrid.
-        sites: SSM mixers of the base, by layer.
+    """Return the grafts of a hybrid with inserted layers, from the SSM mixers of the base by layer.
 
     Raises:
         ModelError: as `inserted_entries`, or an entry names a layer that the base lacks.
@@ -219,7 +206,7 @@ def grafts_of(config: PreTrainedConfig, sites: Mapping[int, MixerSpec]) -> tuple
             raise ModelError(f"config.json {FIELD}", f"site {entry['site']}", hint)
         heads, reads = tuple(entry["heads"]), tuple(entry["reads"])
         site, form, before = sites[entry["site"]], entry["form"], entry["before"]
-        grafts.append(Graft(site, heads, "add", entry.get("init", "random"), reads, form=form, before=before))
+        grafts.append(Graft(site, heads, "add", entry["init"], reads, form=form, before=before))
     return tuple(grafts)
 
 
@@ -247,7 +234,7 @@ def held_parameters(model: nn.Module) -> list[nn.Parameter]:
     config = getattr(model, "config", None)
     if not has_inserted(config):
         return []
-    copying = [entry["layers"][0] for entry in inserted_entries(config) if entry.get("init") == "ssm"]
+    copying = [entry["layers"][0] for entry in inserted_entries(config) if entry["init"] == "ssm"]
     return [model.get_submodule(f"model.layers.{layer}.mixer.norm").weight for layer in copying]
 
 
@@ -322,12 +309,12 @@ def as_inserted(model: PreTrainedModel) -> PreTrainedModel:
             slots = head_slots(len(entry["heads"]), mixer)
             mixer.o_proj.register_forward_hook(partial(_train_own_heads_only, slots, mixer.head_dim))
     if side:
-        of_pairs = ((entry["layers"][0], own_channels(entry, model.config)) for entry in entries)
+        of_pairs = ((entry["layers"][0], own_channels(entry)) for entry in entries)
         gathers = {layer: own for layer, own in of_pairs if own is not None}
         for layer, own in gathers.items():
             # Not a hook of `out_proj`: fused kernels do not call it.
             model.model.layers[layer].mixer.register_forward_hook(partial(_train_own_channels_only, own))
-        if any(entry.get("init") == "ssm" for entry in entries):
+        if any(entry["init"] == "ssm" for entry in entries):
             model.model.embeddings.register_forward_hook(partial(_train_base_channels_only, side))
             for number, block in enumerate(model.model.layers):
                 if number not in gathers:

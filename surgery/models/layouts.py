@@ -63,7 +63,7 @@ class Streams:
 
 
 class Structure(Protocol):
-    """Interface of one kind of mixer. Its methods do not change the modules.
+    """Interface of one kind of mixer, with defaults for subclasses. Its methods do not change the modules.
 
     Attributes:
         kind: name that `MixerSpec.kind` refers to. It ends with `attention` for softmax attention only.
@@ -76,18 +76,25 @@ class Structure(Protocol):
 
     def in_proj(self, mixer: nn.Module) -> nn.Module | None:
         """Return the module whose output `streams` takes; None for attention, whose values are in the cache."""
+        module: nn.Module = mixer.in_proj
+        return module
 
     def out_proj(self, mixer: nn.Module) -> nn.Linear:
         """Return the projection whose columns are the heads' contributions."""
+        linear: nn.Linear = mixer.out_proj
+        return linear
 
     def scan_reader(self, mixer: nn.Module) -> nn.Module:
         """Return the module whose first input is the scan's output, multiplied by `Streams.gate` if there is one."""
+        return self.out_proj(mixer)
 
     def norm_weight(self, mixer: nn.Module) -> Tensor | None:
         """Return the weight (I,) of the gated norm before `out_proj`, or None."""
+        return None
 
     def gate_bias(self, mixer: nn.Module) -> Tensor | None:
         """Return the bias (I,) that is added to z besides that of `in_proj`, or None."""
+        return None
 
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         """Compute the recurrence's inputs from the output of `in_proj`.
@@ -111,9 +118,11 @@ class Structure(Protocol):
 
     def state_numel(self, spec: MixerSpec) -> int:
         """Return the number of cached values per sequence, independent of its length."""
+        return 0
 
     def kv_numel(self, spec: MixerSpec) -> int:
         """Return the number of cached values per token."""
+        return 0
 
 
 @runtime_checkable
@@ -212,7 +221,7 @@ class Family:
 
     def hybrid_config(self, config: PreTrainedConfig, splice: list[dict[str, Any]]) -> PreTrainedConfig:
         """Return the config of a hybrid with these spliced sites. Raises PlanError if nothing can be spliced."""
-        config_class, _, _ = self._hybrid(config)
+        config_class = self._hybrid(config)[0]
         known = config_class.__dataclass_fields__
         fields = {k: v for k, v in config.to_dict().items() if k not in _WRITTEN and (k != "layer_types" or k in known)}
         return config_class(**{**fields, "splice": splice})
@@ -228,8 +237,7 @@ class Family:
 
     def build_hybrid(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Build the hybrid of a config, without loading weights."""
-        _, _, model_class = self._hybrid(config)
-        return model_class(config)
+        return self._hybrid(config)[2](config)
 
     def _hybrid(self, config: PreTrainedConfig) -> HybridClasses:
         if self.hybrid is None:

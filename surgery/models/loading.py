@@ -30,7 +30,7 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer
 
 import surgery.hybrid  # noqa: F401  (registers the hybrid classes)
-from surgery.errors import ModelError, SurgeryError, reading
+from surgery.errors import ModelError, naming, reading
 from surgery.files.atomic import digest
 from surgery.files.ownership import kind_of
 from surgery.files.shipped import close_models, local_path
@@ -46,7 +46,7 @@ from surgery.models.config_checks import (
     quantization_of,
 )
 from surgery.models.inserted import as_inserted, has_inserted
-from surgery.models.lookup import family_of, has_family, unknown_type
+from surgery.models.lookup import find_family, unknown_type
 from surgery.models.sizes import meta_model
 from surgery.models.stored import StoredModel, without_config
 from surgery.models.tensor_faults import agreed_tensors, check_quantization, refuse_faults, refuse_not_finite
@@ -68,12 +68,10 @@ def _names_its_field(load: Callable[[Base], T]) -> Callable[[Base], T]:
 
     @wraps(load)
     def loader(base: Base) -> T:
-        try:
+        if base.field == "base.model":
             return load(base)
-        except SurgeryError as error:
-            if base.field == "base.model" or error.field not in ("base.model", "base.tokenizer"):
-                raise
-            raise type(error)(base.field, error.value, error.hint) from error
+        with naming(base.field, "base.model"), naming(base.field, "base.tokenizer"):
+            return load(base)
 
     return loader
 
@@ -104,11 +102,8 @@ def open_checkpoint(base: Base) -> StoredModel:
             check_kernels(data)
         packed = data.get("quantization_config")
         if packed is not None and not AutoHfQuantizer.supports_quant_method(packed):
-            raise ModelError(
-                "config.json: quant_method",
-                packed["quant_method"],
-                "transformers does not support this method. Use a checkpoint with another one.",
-            )
+            hint = "transformers does not support this method. Use a checkpoint with another one."
+            raise ModelError("config.json: quant_method", packed["quant_method"], hint)
         is_mamba_ssm = mamba_ssm_format.is_mamba_ssm(data)
         if is_mamba_ssm:
             config = mamba_ssm_format.convert_config(data)
@@ -117,8 +112,7 @@ def open_checkpoint(base: Base) -> StoredModel:
                 raise unknown_type(data["model_type"])
             config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=base.trust_remote_code)
         stored = StoredModel(model, revision, _with_channels(config, base), is_mamba_ssm)
-        if has_family(config.model_type):
-            family = family_of(config)
+        if (family := find_family(config.model_type)) is not None:
             check_layers(data, config)
             if not family.is_hybrid(config) and not has_inserted(config):  # whose configs say what the class reads
                 stored.change(published_limits(config, family.lower_limit))
@@ -159,19 +153,17 @@ def _meant(model: str) -> str:
 
 def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:
     """Write `base.channels_per_head`, the width of Mamba-1's heads, into the config."""
-    if base.channels_per_head is not None:
-        family = family_of(config) if has_family(config.model_type) else None
-        # The heads of a hybrid are those of its splice.
-        groups = family is not None and family.groups_channels and not family.is_hybrid(config)
-        inner = getattr(config, "intermediate_size", 0) if groups else 0
-        if not inner or inner % base.channels_per_head:
-            hint = (
-                f"Use a divisor of the {inner} channels."
-                if inner
-                else "Only a Mamba-1 without a splice takes it. Remove the key."
-            )
-            raise ModelError("base.channels_per_head", base.channels_per_head, hint)
-        config.channels_per_head = base.channels_per_head
+    if base.channels_per_head is None:
+        return config
+    family, inner = find_family(config.model_type), 0
+    if family is not None and family.groups_channels and not family.is_hybrid(config):
+        inner = config.intermediate_size
+    if not inner or inner % base.channels_per_head:
+        hint = "Only a Mamba-1 without a splice takes it. Remove the key."  # heads of a hybrid are those of its splice
+        if inner:
+            hint = f"Use a divisor of the {inner} channels."
+        raise ModelError("base.channels_per_head", base.channels_per_head, hint)
+    config.channels_per_head = base.channels_per_head
     return config
 
 
@@ -191,11 +183,8 @@ def load_model(base: Base) -> PreTrainedModel:
     """
     stored = open_checkpoint(base)
     if stored.config.is_encoder_decoder:
-        raise ModelError(
-            "config.json: is_encoder_decoder",
-            stored.config.is_encoder_decoder,
-            "It is an encoder-decoder model. Use a decoder-only model.",
-        )
+        hint = "It is an encoder-decoder model. Use a decoder-only model."
+        raise ModelError("config.json: is_encoder_decoder", stored.config.is_encoder_decoder, hint)
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
     options = {"config": stored.config, "dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     hint, method = CONFIG_HINT, quantization_of(stored.config)
@@ -306,11 +295,8 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     if is_empty:
         raise none
     if not tokenizer.is_fast:
-        raise ModelError(
-            "base.tokenizer",
-            source,
-            "It is not a fast tokenizer, and probes need character offsets. Use one with a tokenizer.json.",
-        )
+        hint = "It is not a fast tokenizer, and probes need character offsets. Use one with a tokenizer.json."
+        raise ModelError("base.tokenizer", source, hint)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -331,10 +317,16 @@ def revision_of(base: Base) -> str:
     folder = Path(local_path(base.model))
     if folder.is_dir():
         code = ("*.py",) if base.trust_remote_code else ()
-        patterns = ("config.json", *_tokenizer_files(folder), *WEIGHTS, *code)
-        files = sorted(path for pattern in patterns for path in folder.glob(pattern))
-        return _with_tokenizer(base, digest(*files)[:16])
-    return _with_tokenizer(base, open_checkpoint(base).revision or "")
+        revision = _digest(folder, "config.json", *WEIGHTS, *code)[:16]
+    else:
+        revision = open_checkpoint(base).revision or ""
+    tokenizer = Path(local_path(base.tokenizer)) if base.tokenizer is not None else None
+    return f"{revision}+{_digest(tokenizer)[:8]}" if tokenizer is not None and tokenizer.is_dir() else revision
+
+
+def _digest(folder: Path, *patterns: str) -> str:
+    """Return the hash of the files of a tokenizer and of more patterns."""
+    return digest(*sorted(file for pattern in (*_tokenizer_files(folder), *patterns) for file in folder.glob(pattern)))
 
 
 def _check_keys(file: Path) -> None:
@@ -351,12 +343,3 @@ def _check_keys(file: Path) -> None:
 def _tokenizer_files(folder: Path) -> tuple[str, ...]:
     """Patterns of the files that a tokenizer is loaded from. Without tokenizer.json it is made from others."""
     return _TOKENIZER if (folder / "tokenizer.json").is_file() else (*_TOKENIZER, *_SLOW_TOKENIZER)
-
-
-def _with_tokenizer(base: Base, revision: str) -> str:
-    """Append the hash of a tokenizer in another folder."""
-    folder = Path(local_path(base.tokenizer)) if base.tokenizer is not None else None
-    if folder is None or not folder.is_dir():
-        return revision
-    files = sorted(path for pattern in _tokenizer_files(folder) for path in folder.glob(pattern))
-    return f"{revision}+{digest(*files)[:8]}"

@@ -8,22 +8,22 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import ModelError
-from surgery.models.layouts import STRUCTURES, Family, HeadSlices, Streams, Structure
-from surgery.models.registry import FAMILIES, families
+from surgery.models.layouts import STRUCTURES, Family, Structure
+from surgery.models.registry import families
 from surgery.types import MixerSpec, geometry_hash
 
 
-def has_family(model_type: str) -> bool:
-    """Return whether a family has this model type."""
-    return any(model_type in family.model_types for family in families())
+def find_family(model_type: str) -> Family | None:
+    """Return the family that has this model type; None if no family has it."""
+    return next((family for family in families() if model_type in family.model_types), None)
 
 
 def family_of(config: PreTrainedConfig) -> Family:
     """Return the family of a config. Raises ModelError for an unknown model type, and suggests the nearest."""
-    for family in families():
-        if config.model_type in family.model_types:
-            return family
-    raise unknown_type(config.model_type)
+    family = find_family(config.model_type)
+    if family is None:
+        raise unknown_type(config.model_type)
+    return family
 
 
 def unknown_type(model_type: str) -> ModelError:
@@ -62,21 +62,3 @@ def geometry_of(config: PreTrainedConfig) -> str:
     """Return the fingerprint of the shapes that head numbers refer to."""
     family = family_of(config)
     return geometry_hash(family.name, family.mixers(config), config.hidden_size, config.vocab_size)
-
-
-__all__ = [
-    "FAMILIES",
-    "STRUCTURES",
-    "Family",
-    "HeadSlices",
-    "Streams",
-    "Structure",
-    "block_of",
-    "families",
-    "family_of",
-    "geometry_of",
-    "has_family",
-    "mixer_of",
-    "structure_of",
-    "unknown_type",
-]

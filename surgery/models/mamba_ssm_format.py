@@ -68,16 +68,9 @@ _BUILT_IN: dict[str, tuple[Any, str]] = {
 _WITHOUT_EFFECT = {
     "Mamba1": {"use_fast_path"},
     "Mamba2": {"conv_init", "A_init_range", "use_mem_eff_path", "process_group", "sequence_parallel"},
-    "": {
-        "model_type",
-        "architectures",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "_name_or_path",
-        "_commit_hash",
-    },
-}
+    "": {"model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
+         "_commit_hash"},
+}  # fmt: skip
 _MODEL_TYPES = ("mamba", "mamba2", "mamba_ssm")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -119,13 +112,16 @@ def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
     for key in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
         _positive(key, top[key])
     if not top["rms_norm"]:
-        raise ModelError(
-            "rms_norm",
-            top["rms_norm"],
-            "transformers' Mamba classes support RMSNorm only. Use a checkpoint with rms_norm true.",
-        )
+        hint = "transformers' Mamba classes support RMSNorm only. Use a checkpoint with rms_norm true."
+        raise ModelError("rms_norm", top["rms_norm"], hint)
     layer = top["ssm_cfg"].get("layer", "Mamba1")
-    _refuse_layer(layer)
+    if layer not in ("Mamba1", "Mamba2"):
+        hint = "Use Mamba1 or Mamba2."
+        if layer == "Mamba3":
+            hint = "Neither transformers nor this toolkit supports Mamba-3. Its config does not state the activation "
+            hint += "of A, which mamba_ssm changed from softplus to a heavy-tailed one with the same tensors. "
+            hint += "Use Mamba1 or Mamba2."
+        raise ModelError("ssm_cfg.layer", layer, hint)
     multiple = top["pad_vocab_size_multiple"]
     fields: dict[str, Any] = {
         "vocab_size": -(-top["vocab_size"] // multiple) * multiple,
@@ -146,22 +142,10 @@ def convert_config(data: Mapping[str, Any]) -> PreTrainedConfig:
     return Mamba2AttnConfig(**fields, **_attention_fields(top)) if has_more else Mamba2Config(**fields)
 
 
-def _refuse_layer(layer: str) -> None:
-    if layer == "Mamba3":
-        hint = (
-            "Neither transformers nor this toolkit supports Mamba-3. Its config does not state the activation of A, "
-            "which mamba_ssm changed from softplus to a heavy-tailed one with the same tensors. Use Mamba1 or Mamba2."
-        )
-        raise ModelError("ssm_cfg.layer", layer, hint)
-    if layer not in ("Mamba1", "Mamba2"):
-        raise ModelError("ssm_cfg.layer", layer, "Use Mamba1 or Mamba2.")
-
-
 def _ssm_fields(ssm: Mapping[str, Any], layer: str, names: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     """Return transformers' fields for the keys of `ssm_cfg`."""
-    _refuse_unknown(
-        ssm, {*names, *_WITHOUT_EFFECT[layer], "layer", *(_BUILT_IN if layer == "Mamba2" else ())}, "ssm_cfg."
-    )
+    built_in = _BUILT_IN if layer == "Mamba2" else ()
+    _refuse_unknown(ssm, {*names, *_WITHOUT_EFFECT[layer], "layer", *built_in}, "ssm_cfg.")
     expand = ssm.get("expand", 2)
     if expand != int(expand):
         raise ModelError("ssm_cfg.expand", expand, "It must be a whole number for transformers' classes.")
@@ -194,22 +178,16 @@ def _attention_fields(top: Mapping[str, Any]) -> dict[str, Any]:
     attention: dict[str, Any] = dict(top["attn_cfg"])
     for layer in layers:
         if layer not in range(top["n_layer"]):
-            raise ModelError(
-                "attn_layer_idx", layer, f"The model has layers 0 to {top['n_layer'] - 1}. Use one of them."
-            )
+            hint = f"The model has layers 0 to {top['n_layer'] - 1}. Use one of them."
+            raise ModelError("attn_layer_idx", layer, hint)
     if not layers:
         return {"d_intermediate": top["d_intermediate"]}
     _refuse_unknown(attention, {*ATTENTION_DEFAULTS, "num_heads", "causal", "mlp_dim"}, "attn_cfg.")
     if not attention.pop("causal", False):
-        raise ModelError(
-            "attn_cfg.causal", False, "A language model needs causal attention. Set it to true; false is the default."
-        )
-    if attention.pop("mlp_dim", 0):
-        raise ModelError(
-            "attn_cfg.mlp_dim",
-            top["attn_cfg"]["mlp_dim"],
-            "Attention with a parallel MLP is not supported. Set it to 0.",
-        )
+        hint = "A language model needs causal attention. Set it to true; false is the default."
+        raise ModelError("attn_cfg.causal", False, hint)
+    if width := attention.pop("mlp_dim", 0):
+        raise ModelError("attn_cfg.mlp_dim", width, "Attention with a parallel MLP is not supported. Set it to 0.")
     _positive("attn_cfg.num_heads", attention.get("num_heads"))
     fields = {**ATTENTION_DEFAULTS, **attention}
     shared = fields["num_heads_kv"] or fields["num_heads"]

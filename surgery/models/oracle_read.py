@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from surgery.errors import ModelError
-from surgery.models.hooks import ActivationCache, hooked, store_output
+from surgery.models.hooks import ActivationCache, hooked, replace_heads, store_output
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.types import MixerSpec
 
@@ -68,19 +68,9 @@ def intervene(
                 hooks.before(layer, f"{name} scan", structure.scan_reader(mixer), change)
             if name in ablate:
                 out_proj = structure.out_proj(mixer)
-                change = partial(_replace_last, ablate[name], (fills or {}).get(name))
-                hooks.before(layer, f"{name} out_proj", out_proj, change)
+                fill = None if fills is None or name not in fills else fills[name][:, None]
+                hooks.before(layer, f"{name} out_proj", out_proj, partial(replace_heads, ablate[name], None, fill))
         yield
-
-
-def _replace_last(mask_WH: Tensor, fill_BI: Tensor | None, args: tuple) -> tuple:
-    """Replace heads at the last token of (W*B,T,I), by zeros without a fill."""
-    W, H = mask_WH.shape
-    u = args[0].clone()
-    last_WBHP = u[:, -1].view(W, -1, H, u.shape[-1] // H)
-    fill = 0 if fill_BI is None else fill_BI.to(u.dtype).unflatten(-1, (H, -1))
-    last_WBHP.copy_(torch.where(mask_WH[:, None, :, None], fill, last_WBHP))
-    return (u, *args[1:])
 
 
 def _read_last(
@@ -128,9 +118,6 @@ def values_at(
 ) -> Tensor:
     """Look up the value of every head at one token of each prompt.
 
-    A head of attention with a sliding window may read a token before its window, as an SSM head may read one that its
-    state has forgotten. The oracle read is what the head would mix in if it could attend there.
-
     Args:
         activations: activations of the recorded prompts.
         cache: cache of the recorded prompts, which has the values of attention.
@@ -140,7 +127,7 @@ def values_at(
         (B,H,P)
 
     Raises:
-        ModelError: the cache has dropped one of the tokens. See `models.cache.cache_of_all_tokens`.
+        ModelError: the cache has dropped one of the tokens, which lies before a sliding window.
     """
     mixer, structure, rows = mixer_of(model, spec), structure_of(spec), torch.arange(len(places), device=places.device)
     if structure.in_proj(mixer) is not None:

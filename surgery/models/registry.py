@@ -27,11 +27,7 @@ def families() -> tuple[Family, ...]:
 
 
 def register_family(
-    name: str,
-    *model_types: str,
-    hybrid: HybridClasses | None = None,
-    refuses: str = "",
-    **fields: Any,
+    name: str, *model_types: str, hybrid: HybridClasses | None = None, refuses: str = "", **fields: Any
 ) -> Callable[[Layout], Layout]:
     """Register a layout function, which returns the mixers of a config, and so support its model types.
 
@@ -55,9 +51,8 @@ def register_family(
             if family.name == name and place == (family.layout.__module__, family.layout.__qualname__):
                 continue  # a reload of its module
             for taken in sorted({name} & {family.name} | set(types) & set(family.model_types)):
-                raise ModelError(
-                    "model_type", taken, f"The family {family.name} has this name already. Use another one."
-                )
+                hint = f"The family {family.name} has this name already. Use another one."
+                raise ModelError("model_type", taken, hint)
         if hybrid is not None:
             h.register_classes(*hybrid)
         FAMILIES.register(name, Family(name, types, layout, hybrid=hybrid, refuses=refuses, **fields))
@@ -245,11 +240,7 @@ def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     state_field="mamba_d_state",
 )
 @register_family(
-    "bamba",
-    "bamba",
-    hybrid=_classes("BambaHybrid"),
-    branch_fields=_BAMBA_FIELDS,
-    state_field="mamba_d_state",
+    "bamba", "bamba", hybrid=_classes("BambaHybrid"), branch_fields=_BAMBA_FIELDS, state_field="mamba_d_state"
 )
 def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has one mixer: an SSM, or attention."""

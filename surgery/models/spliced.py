@@ -32,11 +32,8 @@ def plan_of_hybrid(config: PreTrainedConfig, name: str) -> Plan:
         return Plan(name, geometry_of(base), grafts_of(config, sites), 0)
     entries = getattr(config, "splice", None)
     if not entries:
-        raise PlanError(
-            "base.model",
-            name,
-            "Nothing is spliced into this model. Use a hybrid, or splice it first with `surgery run`.",
-        )
+        hint = "Nothing is spliced into this model. Use a hybrid, or splice it first with `surgery run`."
+        raise PlanError("base.model", name, hint)
     plain = copy.deepcopy(config)
     plain.splice = []  # in the hybrid, a replaced layer is no longer a site
     size = getattr(config, BASE_STATE_SIZE, None)
@@ -48,9 +45,8 @@ def plan_of_hybrid(config: PreTrainedConfig, name: str) -> Plan:
     grafts = []
     for entry in sorted(entries, key=lambda entry: entry["layer"]):
         if entry["layer"] not in sites:
-            raise PlanError(
-                "config.json splice", f"layer {entry['layer']}", f"Layers that can be spliced: {sorted(sites)}."
-            )
+            hint = f"Layers that can be spliced: {sorted(sites)}."
+            raise PlanError("config.json splice", f"layer {entry['layer']}", hint)
         heads, reads = tuple(entry["heads"]), tuple(entry["reads"])
         unit, donors = entry.get("unit", "head"), entry.get("donors", [])
         if not isinstance(donors, list | tuple) or not all(isinstance(donor, str) for donor in donors):

@@ -19,7 +19,6 @@ from surgery.models import mamba_ssm_format, tensor_files
 
 _MERGE = "AutoPeftModelForCausalLM.from_pretrained({where!r}).merge_and_unload().save_pretrained(FOLDER)"
 _DCP = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {where} {where}/pytorch_model.bin"
-_MADE_FROM = "Use the checkpoint that it was made from."
 _TENSORS = "Write its tensors by name to pytorch_model.bin (torch.save), and config.json beside them."
 _OLD = "In transformers 4: AutoModelForCausalLM.from_pretrained({where!r}, from_%s=True), then save_pretrained."
 # What is not a checkpoint of transformers: files that only this format has, its name, and what to do. First match.
@@ -36,12 +35,8 @@ FOREIGN: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("*.distcp",), "a checkpoint of torch.distributed", f"Join it: {_DCP}"),
     (("params.json", "consolidated*"), "in Mistral's or Meta's own layout",
      "Use the model in transformers' layout (config.json), often named -hf."),
-    (("*.gguf",), "a GGUF of llama.cpp", _MADE_FROM),
-    (("*.onnx",), "an ONNX export", _MADE_FROM),
-    (("openvino_model.xml",), "an OpenVINO export", _MADE_FROM),
-    (("*.engine",), "an engine of TensorRT", _MADE_FROM),
-    (("*.mlpackage/*",), "a Core ML export", _MADE_FROM),
-    (("*.npz",), "a checkpoint of MLX", _MADE_FROM),
+    (("*.gguf", "*.onnx", "openvino_model.xml", "*.engine", "*.mlpackage/*", "*.npz"),
+     "a conversion for another runtime", "Use the checkpoint that it was made from."),
     (("model_index.json",), "a pipeline of Diffusers", "Use a language model."),
     (("flax_model*",), "a checkpoint of Flax", _OLD % "flax"),
     (("tf_model*",), "a checkpoint of TensorFlow", _OLD % "tf"),
@@ -149,7 +144,7 @@ class StoredModel:
         return not tensor_files.weight_files(self.find)
 
     def weight_files(self) -> tuple[Path, ...]:
-        """Return the weight files. Raises ModelError if there is none, or one is damaged or holds more than tensors."""
+        """Return the weight files. Raises ModelError if there is none."""
         files = tensor_files.weight_files(self.find)
         if not files and self.folder is not None:
             files = tensor_files.loose_files(self.folder)
@@ -157,12 +152,10 @@ class StoredModel:
             known = foreign(names_in(self.folder), self.model) if self.folder is not None else ""
             hint = "It has no weights (*.safetensors or pytorch_model.bin). Use a complete checkpoint."
             raise ModelError("base.model", self.model, known or hint)
-        for file in files:
-            tensor_files.check_file(file)
         return files
 
     def tensors(self) -> dict[str, tensor_files.Stored]:
-        """List the tensors of the weight files by transformers' names. Raises ModelError as `weight_files`."""
+        """List the tensors of the weight files by transformers' names. Raises ModelError as `inventory`."""
         stored = tensor_files.inventory(self.weight_files())
         if not self.is_mamba_ssm:
             return stored

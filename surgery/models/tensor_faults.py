@@ -66,10 +66,6 @@ def agreed_tensors(stored: StoredModel, model: PreTrainedModel) -> dict[str, Sto
     A prefix that all names share is removed if the class has the names without it. If the embeddings are tied in
     the config and the files have a head with other values, `config.tie_word_embeddings` becomes false.
 
-    Args:
-        stored: the checkpoint.
-        model: of its config, on the meta device.
-
     Raises:
         ModelError: as `StoredModel.tensors`; or weights are quantized and the config does not say so, or the reverse;
             or tensors differ that the class shares.
@@ -100,12 +96,9 @@ def agreed_tensors(stored: StoredModel, model: PreTrainedModel) -> dict[str, Sto
 
 
 def common_prefix(names: Collection[str], expected: Collection[str], within: str) -> str:
-    """Return the prefix to remove from all names so that the class has some of them; empty if none is needed.
+    """Return the prefix to remove from all names of the files so that the class has some of them (`expected`).
 
-    Args:
-        names: names in the files.
-        expected: names in the class.
-        within: prefix of the class's own that files may lack.
+    Empty if none is needed. `within` is a prefix of the class's own that files may lack.
     """
     lowest, highest = min(names).split("."), max(names).split(".")
     parts = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(lowest[:-1], highest[:-1], strict=False))]
@@ -151,12 +144,7 @@ def refuse_faults(
 ) -> None:
     """Raise ModelError if tensors do not fit the config. The error lists the first names and the expected shapes.
 
-    Args:
-        model: folder or Hub id.
-        expected: shape of every tensor of the model, by name.
-        missing: names of tensors that the files lack.
-        unexpected: names of tensors that the model lacks.
-        misshapen: shape in the files of tensors with a wrong shape, by name.
+    `expected` has the shapes of all tensors of the model, `misshapen` those of the files where they are wrong.
     """
     faults = {
         "missing": [f"{name} {expected.get(name, '')}".strip() for name in sorted(missing)],

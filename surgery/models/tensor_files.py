@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from torch import Tensor
 
@@ -79,8 +79,7 @@ def weight_files(find: Callable[[str], Path | None]) -> tuple[Path, ...]:
             continue
         if not name.endswith(".json"):
             return (path,)
-        shards = _shards_of(path)
-        files = {shard: find(shard) for shard in shards}
+        files = {shard: find(shard) for shard in _shards_of(path)}
         missing = [shard for shard, file in files.items() if file is None]
         if missing:
             raise ModelError("base.model", str(path), f"It lists {missing[0]}, which is missing. Download it again.")
@@ -128,9 +127,8 @@ def check_small(file: Path, field: str) -> None:
     """Raise ModelError for a file that is read whole and is far larger than any tokenizer, config or index."""
     size = file.stat().st_size
     if size > _WHOLE_BYTES:
-        raise ModelError(
-            field, str(file), f"It has {size:,} bytes. At most {_WHOLE_BYTES:,} are read. Use the right file."
-        )
+        hint = f"It has {size:,} bytes. At most {_WHOLE_BYTES:,} are read. Use the right file."
+        raise ModelError(field, str(file), hint)
 
 
 def _shards_of(index: Path) -> list[str]:
@@ -147,48 +145,26 @@ def _shards_of(index: Path) -> list[str]:
         for shard in shards:
             leaves = shard.startswith("/") or ".." in shard.split("/") or "\\" in shard
             if leaves or not any((folder / shard).resolve().is_relative_to(place) for place in inside):
-                raise ModelError(
-                    "base.model", str(index), f"It lists {shard!r}, which is outside its folder. Download it again."
-                )
+                hint = f"It lists {shard!r}, which is outside its folder. Download it again."
+                raise ModelError("base.model", str(index), hint)
     return shards
-
-
-def check_file(file: Path) -> None:
-    """Check a weight file: it must not be damaged, and a pickle may hold tensors only.
-
-    Raises:
-        ModelError: names the file and the fault.
-    """
-    _check_regular(file)
-    with open(file, "rb") as handle:
-        if handle.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise ModelError("base.model", str(file), "It is a Git LFS pointer, not the file. Run `git lfs pull`.")
-    if file.suffix == ".safetensors":
-        _header_of(file)
-    else:
-        _read_pickle(file)
-
-
-def _check_regular(file: Path) -> None:
-    """Refuse a pipe, for whose writer opening would wait, and a device. A missing file is an error of its own."""
-    if file.exists() and not file.is_file():
-        raise ModelError("base.model", str(file), "It is not a regular file. Replace it with one.")
 
 
 def inventory(files: Sequence[Path]) -> dict[str, Stored]:
     """Return the tensors of the files by name, without reading them.
 
     Raises:
-        ModelError: as `check_file`; or the files hold no tensors, or one of them twice.
+        ModelError: a file is damaged; a pickle holds more than tensors; or the files hold no tensors, or one twice.
     """
     tensors: dict[str, Stored] = {}
     for file in files:
-        _check_regular(file)
+        if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+            raise ModelError("base.model", str(file), "It is not a regular file. Replace it with one.")
+        with reading("base.model", str(file), "Download it again."), open(file, "rb") as handle:
+            if handle.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise ModelError("base.model", str(file), "It is a Git LFS pointer, not the file. Run `git lfs pull`.")
         if file.suffix == ".safetensors":
-            of_file = {
-                name: Stored(file, name, tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])
-                for name, entry in _header_of(file).items()
-            }
+            of_file = _header_of(file)
         else:
             of_file = {n: Stored(file, n, tuple(t.shape), t.dtype) for n, t in _read_pickle(file).items()}
         twice = next(iter(tensors.keys() & of_file.keys()), None)
@@ -225,33 +201,27 @@ def _can_map(file: Path) -> bool:
     return file.suffix == ".safetensors" or zipfile.is_zipfile(file)
 
 
-def why_refused(error: UnpicklingError) -> str:
-    """Shorten the message of torch's safe unpickler to one sentence."""
-    imported = re.search(r"GLOBAL (\S+)", str(error))
-    if imported is None:
-        return "It is broken, or not a file of tensors that torch wrote. Download it again."
-    return f"It holds more than tensors ({imported[1]}) and could run code. Convert it to safetensors."
-
-
 def _read_pickle(file: Path) -> Mapping[str, Tensor]:
     with reading("base.model", str(file), "It is broken. Download it again."):
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=_can_map(file))
         except UnpicklingError as error:
-            raise ModelError("base.model", str(file), why_refused(error)) from error
+            imported = re.search(r"GLOBAL (\S+)", str(error))
+            hint = "It is broken, or not a file of tensors that torch wrote. Download it again."
+            if imported is not None:
+                hint = f"It holds more than tensors ({imported[1]}) and could run code. Convert it to safetensors."
+            raise ModelError("base.model", str(file), hint) from error
     if not isinstance(state, Mapping):
-        raise ModelError(
-            "base.model", str(file), f"It holds a {type(state).__name__}, not tensors by name. Download it again."
-        )
+        hint = f"It holds a {type(state).__name__}, not tensors by name. Download it again."
+        raise ModelError("base.model", str(file), hint)
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             hint = f"{name!r} is of type {type(value).__name__}. Only tensors by name can be loaded."
             raise ModelError("base.model", str(file), hint)
         fault = _fault_of(value)
         if fault:
-            raise ModelError(
-                "base.model", str(file), f"{name} {fault}. Save it as a plain tensor: `.to_dense().clone()`."
-            )
+            hint = f"{name} {fault}. Save it as a plain tensor: `.to_dense().clone()`."
+            raise ModelError("base.model", str(file), hint)
     return state
 
 
@@ -268,43 +238,27 @@ def _fault_of(tensor: Tensor) -> str:
     return ""
 
 
-def _header_of(file: Path) -> dict[str, Any]:
-    """Return the entries of a safetensors header, after the library has checked their offsets.
+def _header_of(file: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file, after the library has checked their offsets.
 
     Raises:
         ModelError: the header is damaged, does not fit the file, or has an unsupported type.
     """
-    size = file.stat().st_size
-    with reading("base.model", str(file), "Its header is damaged. Download it again."):
+    with reading("base.model", str(file), "It is damaged. Download it again."):
         with open(file, "rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            if length > size:
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            if length > _HEADER_BYTES:
-                hint = (
-                    f"Its header has {length:,} bytes. At most {_HEADER_BYTES:,} are read. Split the file into shards."
-                )
-                raise ModelError("base.model", str(file), hint)
-            header = json.loads(handle.read(length), object_pairs_hook=_unique)
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        expected = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
-        unknown = [t["dtype"] for t in tensors.values() if t["dtype"] not in _SAFETENSORS_DTYPES]
-        if expected != size:
-            hint = f"The file has {size} bytes, but its header describes {expected}. Download it again."
+            length = int.from_bytes(handle.read(8), "little")
+        if _HEADER_BYTES < length <= file.stat().st_size:
+            hint = f"Its header has {length:,} bytes. At most {_HEADER_BYTES:,} are read. Split the file into shards."
             raise ModelError("base.model", str(file), hint)
-        if unknown:
-            raise ModelError(
-                "base.model", str(file), f"The type {unknown[0]} is not supported. Convert the file to another dtype."
-            )
-        with safe_open(file, "pt"):
-            return tensors
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        raise ValueError("the same key twice")
-    return entries
+        tensors = {}
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                tensor = opened.get_slice(name)
+                if (dtype := tensor.get_dtype()) not in _SAFETENSORS_DTYPES:
+                    hint = f"The type {dtype} is not supported. Convert the file to another dtype."
+                    raise ModelError("base.model", str(file), hint)
+                tensors[name] = Stored(file, name, tuple(tensor.get_shape()), _SAFETENSORS_DTYPES[dtype])
+        return tensors
 
 
 def write_shards(
@@ -326,47 +280,41 @@ def write_shards(
     Returns:
         The number of weight files.
     """
-    shards: list[dict[str, Stored]] = [{}]
-    room = shard_bytes
-    for name, stored in tensors.items():
-        size = replace(stored, dtype=dtype_of(name, stored.dtype)).bytes
-        if shards[-1] and size > room:
-            shards.append({})
-            room = shard_bytes
-        shards[-1][name] = stored
-        room -= size
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-        total += _write_safetensors(folder / file, shard, {n: dtype_of(n, s.dtype) for n, s in shard.items()})
-        weight_map |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    tensors = {name: replace(stored, dtype=dtype_of(name, stored.dtype)) for name, stored in tensors.items()}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda stored: stored.bytes,
+        get_storage_id=lambda stored: None,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        _write_safetensors(folder / file, {name: tensors[name] for name in names})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    return len(shards)
+    return len(split.filename_to_tensors)
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype]) -> int:
-    """Write one file, wide dtypes first so that all tensors are aligned. Returns the bytes of its tensors."""
-    order = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, tensors[name].file, name))
+def _write_safetensors(path: Path, tensors: Mapping[str, Stored]) -> None:
+    """Write one file in the dtypes of `tensors`, wide ones first so that all are aligned."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, tensors[name].file, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
-        begin, end = end, end + replace(tensors[name], dtype=dtypes[name]).bytes
-        shape = list(tensors[name].shape)
-        header[name] = {"dtype": _DTYPE_NAMES[dtypes[name]], "shape": shape, "data_offsets": [begin, end]}
+        begin, end = end, end + tensors[name].bytes
+        shape, dtype = list(tensors[name].shape), tensors[name].dtype
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(len(text).to_bytes(8, "little") + text)
         wanted = (tensors[name] for name in order)
         for name, tensor in zip(order, read_tensors(wanted, _MAPPED_BYTES), strict=True):
             for chunk in tensor.reshape(-1).split(_CHUNK):
-                bits = chunk.to(dtypes[name]).view(_WORDS[dtypes[name].itemsize])
+                bits = chunk.to(tensors[name].dtype).view(_WORDS[tensors[name].dtype.itemsize])
                 if bool(bits.any()):
                     file.write(bits.numpy().data)
                 else:
                     file.seek(bits.numel() * bits.element_size(), 1)  # a hole in the file: zeros use no disk space
         file.truncate(8 + len(text) + end)
-    return end

@@ -8,9 +8,7 @@ Shape legend: T tokens of a prompt.
 
 from __future__ import annotations
 
-import csv
 import html
-import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,19 +22,14 @@ from numpy.typing import NDArray
 
 from surgery.files.atomic import write_text
 from surgery.recipe.methods import RANKINGS, UNRANKED, Column, all_columns, unit_of
+from surgery.report.text import write_rows
 from surgery.types import HeadSet, Interval, PromptAttention, ScoredHead
 
 LEVELS = 999  # shares are stored as integers from 0 to 999, relative to the largest one
 
 
 def write_page(heads: HeadSet, prompts: Sequence[PromptAttention], path: Path) -> Path:
-    """Write the page to `path` (`locate.html`) and return it. The same values give the same bytes.
-
-    Args:
-        heads: with the scores of every head.
-        prompts: attention of all or some heads. Without prompts the page has no such part.
-        path: file to write.
-    """
+    """Write the page to `path` (`locate.html`), with a part on `prompts` if there are any. Same values, same bytes."""
     data = {**_head_data(heads), "prompts": [_prompt_data(prompt) for prompt in prompts]}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":  # nothing in the data can end the element that holds it
@@ -78,11 +71,7 @@ def heads_table(heads: HeadSet) -> tuple[list[str], list[list[Any]]]:
 
 def write_csv(heads: HeadSet, path: Path) -> Path:
     """Write `heads_table` as CSV."""
-    header, rows = heads_table(heads)
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    write_text(path, text.getvalue())
-    return path
+    return write_rows(path, *heads_table(heads))
 
 
 def scored_heads(heads: HeadSet) -> list[ScoredHead]:

@@ -107,11 +107,7 @@ def tests_of(results: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
 
 
 def example_of(results: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Find a prompt of the evaluation that the hybrid answers: a short row of the user's data, or of a probe.
-
-    Returns:
-        `prompt`, `wanted`, and `generated`, the text of each arm; None if no such prompt was kept.
-    """
+    """A prompt that the hybrid answers, a short row of the user's data or of a probe, with the text of each arm."""
     own = [row for rows in results.get("held_out_examples", {}).values() for row in rows]
     right = [row for row in own if row["generated"]["hybrid"].strip() == row["wanted"].strip()]
     whole = [row for row in right if len(row["prompt"]) <= LONGEST_EXAMPLE]
@@ -135,12 +131,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(arms: Mapping[str, Mapping[str, Any]], probes: Mapping[str, str]) -> Rows:
-    """Choose the rows of the table of all measurements.
-
-    Args:
-        arms: entry `arms` of results.json, in the order of the columns.
-        probes: probe by name of a task, `Evaluate.probes` of the recipe.
-    """
+    """Choose the rows of the table of all measurements, for the columns `arms`. `probes`: name of the probe by task."""
     by_arm = [dict(entries(arm)) for arm in arms.values()]
     shown: list[tuple[Place, list[Mapping[str, Any] | None]]] = []
     repeats, at_chance = 0, dict[Place, str]()
@@ -167,11 +158,10 @@ def _at_chance(entry: Mapping[str, Any]) -> bool:
 
 
 def measurements_of(results: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Table of every arm on every task, with the p-value of the hybrid against the control (or the base).
+    """Table of every arm on every task, with the p-value of the hybrid against the control (or the base), as text.
 
-    Returns:
-        `columns` and `rows` as text; `against`: what the hybrid is tested against, empty without tests; `repeats`,
-        `at_chance` and `skipped`: the rows that are hidden, and tasks of lm-eval that were not run.
+    `against` names what the hybrid is tested against; it is empty without tests. `repeats` and `at_chance` are the
+    hidden rows, and `skipped` the tasks of lm-eval that were not run.
     """
     arms = {arm: results["arms"][arm] for arm in ordered_arms(results["arms"])}
     tests = tests_of(results, reference_of(arms))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -43,54 +42,47 @@ _TRAINED = {"all": "all weights", "new heads": "the new heads only", "lora": "th
 _Values = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class ReportInputs:
-    """Inputs of a report.
-
-    Attributes:
-        heads: None if the selection of the heads is not known.
-        results: content of results.json.
-        figures: the run's folder of figures.
-        files: names of files next to the report, which the page links.
-    """
-
-    recipe: Recipe
-    plan: Plan
-    heads: HeadSet | None
-    results: Mapping[str, Any]
-    figures: Path
-    files: Sequence[str] = ()
-
-
-def write_report(inputs: ReportInputs, path: Path) -> Path:
+def write_report(
+    path: Path,
+    recipe: Recipe,
+    plan: Plan,
+    heads: HeadSet | None,
+    results: Mapping[str, Any],
+    figures: Path,
+    files_beside: Sequence[str] = (),
+) -> Path:
     """Write the report to `path` and return it, without the sections that have nothing to show.
 
     Equal inputs give equal bytes.
+
+    Args:
+        heads: None if the selection of the heads is not known.
+        results: content of results.json.
+        figures: the run's folder of figures.
+        files_beside: names of files next to the report, which the page links.
     """
-    recipe, results, arms = inputs.recipe, inputs.results, inputs.results["arms"]
+    arms = results["arms"]
     seconds = {name: duration_text(s) for name, s in results.get("seconds", {}).items() if s}
-    maps = sorted((inputs.figures / "evaluate").glob("attention_*.svg"))
+    maps = sorted((figures / "evaluate").glob("attention_*.svg"))
     alt = "Attention of {} on one prompt, before and after training"
     values = {
         "name": recipe.name,
         "style": files("surgery.report").joinpath("run_page.css").read_text(encoding="utf-8"),
-        **_operation(inputs),
+        **_operation(recipe, plan, heads, results),
         "train_time": seconds.get("train"),
         "arms": arms,
         "verdict": verdict_of(results, recipe),
         "base_label": arm_label("base", recipe),
         "tiles": tiles_of(results, recipe),
-        "files": [name for name in inputs.files if name != path.name],
+        "files": [name for name in files_beside if name != path.name],
         "example": example_of(results),
-        "figures": {
-            name: embedded_svg(inputs.figures / f"{stem}.svg", text) for name, (stem, text) in _FIGURES.items()
-        },
+        "figures": {name: embedded_svg(figures / f"{stem}.svg", text) for name, (stem, text) in _FIGURES.items()},
         "contrasts": _contrasts(results, recipe),
         "gap_closed": _gap_closed(results),
         "measurements": measurements_of(results, recipe),
         "answer_spans": {name: answer_spans_text(counts) for name, counts in results.get("answer_spans", {}).items()},
         "examples": _examples(results, recipe),
-        "spliced": _spliced(inputs.plan, inputs.heads),
+        "spliced": _spliced(plan, heads),
         "attention_maps": [embedded_svg(map_, alt.format(map_.stem.removeprefix("attention_"))) for map_ in maps],
         "costs": _costs(results, recipe),
         "costs_where": results.get("efficiency", {}).get("where", ""),
@@ -105,9 +97,8 @@ def write_report(inputs: ReportInputs, path: Path) -> Path:
     return path
 
 
-def _operation(inputs: ReportInputs) -> _Values:
+def _operation(recipe: Recipe, plan: Plan, heads: HeadSet | None, results: Mapping[str, Any]) -> _Values:
     """Values of the first paragraph: the splice, the model, and its training."""
-    recipe, plan = inputs.recipe, inputs.plan
     splice, train = recipe.splice, recipe.train
     trained = dict.fromkeys(stage.trainable for stage in train.sequence)
     in_order = " then ".join(name.replace("_", " ") for name in trained)
@@ -133,9 +124,9 @@ def _operation(inputs: ReportInputs) -> _Values:
         "places": ", ".join(str(graft.before) for graft in plan.grafts),
         "select": splice.select if splice is not None else None,
         "gloss": gloss_of(splice.select) if splice is not None else "",
-        "prompts": prompts if is_ranked and inputs.heads is not None and inputs.heads.clean else None,
+        "prompts": prompts if is_ranked and heads is not None and heads.clean else None,
         "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
-        "steps": steps_text(inputs.results, recipe),
+        "steps": steps_text(results, recipe),
         "trained": _TRAINED.get(in_order, in_order) if len(trained) == 1 else in_order,
     }
 

@@ -42,12 +42,9 @@ def point_of(
 
     Args:
         values: value by key of the recipe.
-        run: name of the run folder.
-        arm: the arm of that run that the numbers are from.
+        arm: the arm of the run that the numbers are from.
         arms: `arms` of its results.json.
-        heads: names of the spliced heads.
-        kv_bytes_per_token: bytes of keys and values of one token, in fp32.
-        state_bytes: bytes of the recurrent and convolution states of one sequence, in fp32.
+        kv_bytes_per_token: in fp32, as `state_bytes`, those of one sequence.
         new_parameters: number of weights in the new heads.
         origins: where the run took a stage from, by the name of the stage.
         probes: name of the probe by `name` of a task of the recipe, for tasks with another name.
@@ -83,12 +80,7 @@ def point_of(
 
 
 def group_of(place: Place, probes: Mapping[str, str]) -> str | None:
-    """Group of a task: `retrieval`, `knowledge` (`Probe.knowledge`) or `held_out` (the user's rows), or None.
-
-    Args:
-        place: keys in an arm of results.json.
-        probes: as in `point_of`.
-    """
+    """Group of a task: `retrieval`, `knowledge` (`Probe.knowledge`) or `held_out` (the user's rows), or None."""
     if place[0] == "held_out":
         return "held_out" if len(place) == 2 else None
     probe = probes.get(place[0], place[0])
@@ -114,18 +106,11 @@ def summarize(
     points: Sequence[dict[str, Any]],
     diverged: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Build the content of sweep.json.
+    """Build the content of sweep.json from every finished point (`point_of`).
 
-    Args:
-        name: name of the recipe.
-        keys: values by key, in order.
-        points: from `point_of`, of every combination that is finished.
-        diverged: error by name of each run whose training diverged.
-
-    Returns:
-        `name`, `keys`, `points`, `rows` and `diverged`. A row has the results of all seeds of the same other values:
-        each is `value`, `low` and `high`. In a sweep over seeds that is the mean with the smallest and the largest
-        value, otherwise an accuracy with its Wilson interval.
+    A row has the results of all seeds of the same other values: each is `value`, `low` and `high`. In a sweep over
+    seeds that is the mean with the smallest and the largest value, otherwise an accuracy with its Wilson interval.
+    `diverged` has the error by name of each run whose training diverged.
     """
     by_row: dict[str, list[dict[str, Any]]] = {}
     for point in points:

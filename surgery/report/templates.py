@@ -11,14 +11,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def render(package: str, name: str, values: Mapping[str, Any]) -> str:
-    """Render a template of a package's folder `templates`.
+    """Render a template of the folder `templates` of a package, such as `surgery.report`.
 
     Values are escaped in `*.html.j2` only. An undefined name is an error.
-
-    Args:
-        package: dotted name, such as `surgery.report`.
-        name: file name of the template, such as `model_card.md.j2`.
-        values: values of the template's names.
     """
     environment = Environment(
         loader=PackageLoader(package),

@@ -1,8 +1,14 @@
-"""Make any text visible in one line, and format times and numbers of bytes."""
+"""Make any text visible in one line, format times and numbers of bytes, and write tables."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from surgery.files.atomic import write_text
 
 _CUT = " ... "
 _SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\"}
@@ -17,14 +23,10 @@ def cut_middle(text: str, limit: int) -> str:
 
 
 def visible(text: str, limit: int) -> str:
-    """Return a text in one line of at most `limit` characters.
+    """Return a text in one line of at most `limit` characters, at least 7.
 
     Characters that do not print are shown as escapes: line ends, control and direction characters, spaces other than
     the plain one. A backslash is doubled. A longer text is cut in the middle, not inside an escape.
-
-    Args:
-        text: any text.
-        limit: maximum number of characters of the result, at least 7.
     """
     is_long = len(text) > 2 * limit  # each character is shown as one or more
     shown = [_escaped(char) for char in (text[:limit] + text[-limit:] if is_long else text)]
@@ -63,6 +65,14 @@ def duration_text(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def write_rows(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Path:
+    """Write a table as CSV, and return its path."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    write_text(path, text.getvalue())
+    return path
 
 
 def size_text(count: int) -> str:

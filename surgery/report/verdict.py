@@ -49,7 +49,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Tile:
-    """One number in large type, with what it measures above and what to compare it with below."""
+    """One number in large type, with its label and, as `note`, what to compare it with."""
 
     label: str
     value: str
@@ -61,10 +61,6 @@ def verdict_of(results: Mapping[str, Any], recipe: Recipe) -> Verdict:
 
     A difference counts if the exact McNemar test is significant after Holm's correction. If the base is at chance, or
     training changed no answer, the accuracies are given without a conclusion.
-
-    Args:
-        results: content of results.json.
-        recipe: the run's recipe.
     """
     place = main_place(results["arms"], recipe)
     if place is None:

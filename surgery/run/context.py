@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.data.encoding import encode
 from surgery.data.files import local_files
 from surgery.data.user import count_answer_spans
 from surgery.errors import RunError, reading
@@ -18,6 +19,8 @@ from surgery.files.shipped import local_path
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
 from surgery.models.sizes import meta_model, sizes_of
 from surgery.models.spliced import plan_of_hybrid
+from surgery.probes.documents import Document
+from surgery.probes.registry import prompts_of
 from surgery.recipe import Base, Recipe, Train, as_base
 from surgery.recipe.public import public_name
 from surgery.report.progress_lines import ProgressLines
@@ -205,3 +208,16 @@ class Run:
         """Save a model atomically. It loads without remote code if `surgery.hybrid` is imported."""
         with new_folder(self.folder / name) as folder:
             model.save_pretrained(folder)
+
+
+def located_prompts(run: Run, purpose: str, count: int, pairs: int) -> list[Document]:
+    """Generate evaluation prompts of the form that locating uses."""
+    section = run.recipe.locate
+    options = section.options(pairs, tokenizer=run.tokenizer())
+    return prompts_of(section.probe, purpose, run.recipe.seed, count, options)
+
+
+def sample_batch(run: Run, count: int, pairs: int = 0) -> Any:
+    """Encode a few evaluation prompts of the size that locating uses, on the device."""
+    documents = located_prompts(run, "sample", count, pairs or run.recipe.locate.pairs)
+    return encode(documents, run.tokenizer(), until_answer=True).to(run.accelerator.device)

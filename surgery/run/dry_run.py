@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import deepcopy
-from functools import cache
+import os
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.tokenizer import build_tokenizer
-from surgery.errors import ModelError
+from surgery.errors import ModelError, SurgeryError
 from surgery.export.chat_template import with_chat_template
 from surgery.files.atomic import read_json
 from surgery.files.shipped import local_path
@@ -33,16 +33,21 @@ from surgery.run.folder import RunDir
 from surgery.run.machine import GIB, find_machine
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
 from surgery.run.stages import stages_of
-from surgery.run.time_estimate import estimate_time
 from surgery.run.without_weights import at_hand, cached_folder, check_without_weights
-from surgery.splice.inserted import inserted_config
+from surgery.splice.insertion import inserted_config
 from surgery.splice.plan import hybrid_config, make_plan, splice_field
 from surgery.train.optimizer import learning_rates_text
 from surgery.train.teacher import Teacher
-from surgery.train.training import make_accelerator
+from surgery.train.training import make_accelerator, train_model
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
 
 LENGTHS = {"1k": 1024, "8k": 8 * 1024, "32k": 32 * 1024, "128k": 128 * 1024}
+
+STEPS = 3  # of each stage that are run; the first is not counted
+_MOST_BYTES = 2 * 2**30  # of a training that is run to be timed
+_MOST_FLOPS = {"cpu": 1e11, "cuda": 1e13}  # of a step that is run to be timed
+
+Build = Callable[[], PreTrainedModel]
 
 
 def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: bool = False) -> dict[str, Any]:
@@ -105,14 +110,13 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "locating": locating,
         "code": code_text(hybrid, run_device(), recipe.train.compile),
         **_training(recipe, costs, counted_with),
-        "time": estimate_time(
+        "time": _estimate_time(
             recipe,
             [(stage, cost) for stage, _, cost in costs],
             tokenizer,
             plan,
             lambda: _hybrid(config, plan, fields, recipe),
             lambda: _as_loaded(meta_model(config, base.trust_remote_code), recipe.base),
-            make_accelerator(),
         ),
         "fits": _fits(max((cost for _, _, cost in costs), key=lambda c: c.total), recipe.hardware),
     }
@@ -225,9 +229,6 @@ def _as_loaded(model: PreTrainedModel, base: Base) -> PreTrainedModel:
     return model
 
 
-_small_tokenizer = cache(build_tokenizer)
-
-
 def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
     """Load the base's tokenizer, or else the toolkit's small one. Also return a note on which one it is.
 
@@ -243,4 +244,76 @@ def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
         except ModelError:
             pass  # the estimate works without it, and the run reports the error
     note = "the toolkit's small tokenizer, because its own is not available: about 5 tokens a key-value pair"
-    return deepcopy(_small_tokenizer()), note  # training it takes a second
+    return build_tokenizer(), note
+
+
+def _estimate_time(
+    recipe: Recipe,
+    costs: Sequence[tuple[TrainStage, StepCost]],
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+    hybrid: Build,
+    base: Build,
+) -> dict[str, Any] | None:
+    """Estimate the seconds of training, for all arms, from the cost of a step of every stage.
+
+    With `hardware.tflops` the time follows from the FLOPs. Otherwise a few steps are run on this machine. `hybrid` and
+    `base` build the models on the meta device.
+
+    Returns:
+        `seconds` of the training, `step`: seconds of the longest step, `measured_on`: the device, or "" with
+        `hardware.tflops`, and `load`: the number of waiting or running processes per CPU before the measurement, 0 if
+        it is not known. None if the steps are too large to run here, or cannot run.
+    """
+    if recipe.hardware.tflops is not None:
+        by_stage = [cost.flops / (recipe.hardware.tflops * 1e12) for _, cost in costs]
+        measured_on, load = "", 0.0
+    else:
+        accelerator = make_accelerator()
+        device = accelerator.device.type
+        fits = all(cost.total <= _MOST_BYTES and cost.flops <= _MOST_FLOPS.get(device, 0.0) for _, cost in costs)
+        # Compiling takes longer than the steps, and a teacher would need its weights.
+        if not fits or recipe.train.compile or recipe.train.needs_teacher or recipe.hardware.count > 1:
+            return None
+        load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+        try:
+            by_stage = _timed(recipe, tokenizer, plan, hybrid, base)
+        except SurgeryError:  # the run would report it, with its own weights
+            return None
+        measured_on = device
+    steps = [stage.num_steps * recipe.arms_of(stage) for stage, _ in costs]
+    seconds = sum(step * n for step, n in zip(by_stage, steps, strict=True))
+    return {"seconds": seconds, "step": max(by_stage), "measured_on": measured_on, "load": load}
+
+
+def _timed(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+    hybrid: Build,
+    base: Build,
+) -> list[float]:
+    """Train a few steps of every stage with random weights. Return the seconds of a step, by stage."""
+    short = {"steps": STEPS, "tokens": None, "plateau": None}
+    train = recipe.train.model_copy(update={"check_every": None, "trackers": ()})
+    if train.stages:
+        train = train.model_copy(update={"stages": tuple(stage.model_copy(update=short) for stage in train.stages)})
+    else:
+        train = train.model_copy(update=short)
+    accelerator = make_accelerator()
+    frozen = _random(base()).to(accelerator.device) if "base.logits" in train.needs else None
+    history = train_model(_random(hybrid()), tokenizer, train, plan, frozen, recipe.seed, None, accelerator)
+    entries = [history[i : i + STEPS] for i in range(0, len(history), STEPS)]
+    return [statistics.median(entry["seconds"] for entry in stage[1:]) for stage in entries]
+
+
+def _random(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model on the meta device small random weights on the CPU."""
+    model = model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02, generator=generator)
+        for buffer in model.buffers():
+            buffer.zero_()
+    return model

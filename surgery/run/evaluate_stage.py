@@ -26,16 +26,15 @@ from surgery.evaluate.lm_eval import check_tasks
 from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
-from surgery.models.heads_off import HEADS_OFF, heads_off
+from surgery.models.alterations import HEADS_OFF, heads_off
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
 from surgery.probes.documents import answer_list
 from surgery.probes.registry import PROBES
 from surgery.recipe import as_base
 from surgery.report.results import LONGEST_EXAMPLE, arm_label, ordered_arms
-from surgery.report.run_report import ReportInputs, write_report
-from surgery.run.context import Run
-from surgery.run.located_prompts import sample_batch
+from surgery.report.run_report import write_report
+from surgery.run.context import Run, sample_batch
 from surgery.run.stage import PROMPTS, Stage
 
 _LINKED = ("locate.html", "heads.csv", "plan.json", "results.json", "recipe.yaml")  # files that the report links
@@ -183,8 +182,8 @@ def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], bega
     }
     write_json(run.folder / "results.json", results)
     files = [name for name in _LINKED if (run.folder / name).is_file()]
-    inputs = ReportInputs(recipe, run.plan(), run.heads(), results, run.folder / "figures", files)
-    write_report(inputs, run.folder / "report.html")
+    page, figures = run.folder / "report.html", run.folder / "figures"
+    write_report(page, recipe, run.plan(), run.heads(), results, figures, files)
 
 
 def _draw_attention(run: Run, figures: Path) -> None:

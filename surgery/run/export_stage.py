@@ -17,7 +17,7 @@ from surgery.models.inserted import has_inserted
 from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.export import EXPORT_FORMATS, LAYER_FORMATS
 from surgery.recipe.public import public_recipe
-from surgery.report.run_report import ReportInputs, write_report
+from surgery.report.run_report import write_report
 from surgery.run.context import Run
 from surgery.run.stage import Stage
 
@@ -59,8 +59,8 @@ class ExportStage(Stage):
                 results.pop("held_out_examples", None)  # an export can be published, so it holds no rows of the data
                 results.pop("recipe", None)  # nor local paths; recipe.yaml has none
                 files = ("README.md", *(("heads.json",) if heads else ()), "plan.json", "results.json", "recipe.yaml")
-                inputs = ReportInputs(run.recipe, plan, heads, results, run.folder / "figures", files)
-                page = write_report(inputs, Path(folder) / "report.html")
+                page, figures = Path(folder) / "report.html", run.folder / "figures"
+                write_report(page, run.recipe, plan, heads, results, figures, files)
             export_model(
                 run.model("trained"),
                 run.tokenizer(),

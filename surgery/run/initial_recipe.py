@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import yaml
 
 from surgery import __version__
 from surgery.models.lookup import family_of
@@ -14,8 +18,6 @@ from surgery.recipe import check_recipe
 from surgery.recipe.optimizer import RATES, rates
 from surgery.recipe.public import public_name
 from surgery.report.text import duration_text, size_text
-from surgery.run.commented_yaml import Path as Place
-from surgery.run.commented_yaml import commented_yaml
 from surgery.run.dry_run import dry_run
 from surgery.run.machine import GIB
 from surgery.run.measuring import SMALL, Findings
@@ -28,6 +30,8 @@ _STEP = 1.2  # cost of a token in a decode step, compared with one in a full pas
 _WIDE = 32  # channels of a state from which copies are not widened (paper/LOG.md, 2026-11-23)
 _SHARE_OF_MEMORY = 0.8
 _PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pairs
+Place = tuple[str | int, ...]  # of a value, such as `("train", "sources", 0)`
+_WIDTH = 116  # of a comment
 _MOST = 3  # accuracies to list in a comment
 # Steps by weights: for small bases as measured here (docs/your-model.md), otherwise of the shipped recipes.
 _STEPS = ((SMALL, 500), (1_000_000_000, 400), (float("inf"), 800))
@@ -77,7 +81,7 @@ def write_recipe(found: Findings, say: Say) -> str:
     if not found.is_small:
         _fit_memory(draft, found, say)
     check_recipe(draft.data)
-    head = [part for line in _head(found) for part in textwrap.wrap(line, 116, subsequent_indent="  ") or [""]]
+    head = [part for line in _head(found) for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ") or [""]]
     return commented_yaml(draft.data, draft.comments, head)
 
 
@@ -292,3 +296,47 @@ def _estimate(data: dict[str, Any]) -> int:
     with TemporaryDirectory() as folder:
         total: int = dry_run(recipe, Path(folder) / "run")["memory"]["total"]
     return total
+
+
+def commented_yaml(data: Mapping[str, Any], comments: Mapping[Place, str], head: Sequence[str] = ()) -> str:
+    """Write nested plain data as YAML.
+
+    Mappings and lists of mappings with a comment inside are written over several lines, others in one.
+
+    Args:
+        data: mappings, lists and scalars.
+        comments: by the path of a value, such as `("locate", "pairs")` or `("train", "sources", 0)`.
+        head: lines of comments at the top.
+    """
+    lines = [f"# {line}".rstrip() for line in head]
+    return "\n".join([*lines, *_block(data, (), comments, "")]) + "\n"
+
+
+def _block(data: Mapping[str, Any], path: Place, comments: Mapping[Place, str], indent: str) -> list[str]:
+    lines = []
+    for key, value in data.items():
+        place = (*path, key)
+        lines += _comment(comments.get(place, ""), indent)
+        if isinstance(value, Mapping) and any(other[:-1][: len(place)] == place for other in comments):
+            lines += [f"{indent}{key}:", *_block(value, place, comments, indent + "  ")]
+        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            lines.append(f"{indent}{key}:")
+            for number, item in enumerate(value):
+                lines += _comment(comments.get((*place, number), ""), indent + "  ")
+                lines.append(f"{indent}  - {_flow(item)}")
+        else:
+            lines.append(f"{indent}{key}: {_flow(value)}")
+    return lines
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    """Wrap a comment, one `#` for each line."""
+    lines = textwrap.wrap(text, _WIDTH - len(indent) - 2, break_long_words=False, break_on_hyphens=False)
+    return [f"{indent}# {line}" for line in lines]
+
+
+def _flow(value: Any) -> str:
+    """Write a value in one line of flow style."""
+    plain = json.loads(json.dumps(value))  # YAML's safe writer knows no tuples
+    text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
+    return text.removesuffix("...\n").strip()

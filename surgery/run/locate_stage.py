@@ -18,8 +18,7 @@ from surgery.recipe import Recipe
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.recipe.public import public_name
 from surgery.report.heads_page import write_csv, write_page
-from surgery.run.context import Run
-from surgery.run.located_prompts import located_prompts
+from surgery.run.context import Run, located_prompts
 from surgery.run.stage import Stage
 from surgery.splice.plan import check_in_range, check_not_spliced
 from surgery.types import HeadId, HeadSet, to_json

@@ -11,8 +11,7 @@ from surgery.files.atomic import delete, write_json
 from surgery.models.donors import donor_mixers
 from surgery.models.loading import check_finite
 from surgery.recipe import Recipe, as_base
-from surgery.run.context import STATE, Run
-from surgery.run.located_prompts import located_prompts, sample_batch
+from surgery.run.context import STATE, Run, located_prompts, sample_batch
 from surgery.run.stage import PROMPTS, Stage
 from surgery.splice.graft import check_kept, splice_model, step_zero_gap
 from surgery.splice.plan import check_base, make_plan

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from surgery.data.offsets import encode_alike
+from surgery.data.ranking import answer_choices
 from surgery.data.user import IndexedDocuments, named_data, open_source
 from surgery.errors import PlanError, RecipeError
 from surgery.evaluate.evaluation import held_out_documents
@@ -16,21 +18,21 @@ from surgery.models.config_checks import check_unquantized
 from surgery.models.loading import check_finite, check_vocabulary, has_tokenizer, load_config, load_tokenizer
 from surgery.models.sizes import meta_model
 from surgery.models.spliced import plan_of_hybrid
-from surgery.recipe import Recipe, as_base
+from surgery.recipe import Recipe, Train, as_base
 from surgery.report.results import answer_spans_text
-from surgery.run.context import PLATEAU, Run
+from surgery.run.context import PLATEAU, Run, located_prompts
 from surgery.run.splice_stages import state_parts
 from surgery.run.stage import Stage
-from surgery.run.watch import Watch
 from surgery.run.without_weights import check_installed
 from surgery.splice.plan import check_not_spliced
 from surgery.train.lora import adapter_targets, refused_by_peft
-from surgery.train.numerics import check_compiler
+from surgery.train.numerics import autocast, check_compiler, precision_of
 from surgery.train.optimizer import learning_rates_text
-from surgery.train.plateau import plateau_to_json
+from surgery.train.plateau import LAST_STEP, plateau_to_json, stage_lengths
 from surgery.train.teacher import check_teacher, check_tokenizers
 from surgery.train.training import ADAPTERS, train_model
 
+_WATCHED = 64  # prompts of one measurement during training
 _CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training")
 
 
@@ -207,3 +209,40 @@ def train_arm(
             training_curve(history, figures, curve)
         delete(steps)
     return sum(entry["seconds"] for entry in history[: len(history) - watch.num_steps])
+
+
+class Watch:
+    """Report the progress of training, with held-out KV accuracy every `train.check_every` steps.
+
+    A stage counts with its largest number of steps until its plateau is found.
+
+    Attributes:
+        num_steps: number of steps that this session has trained.
+    """
+
+    def __init__(self, run: Run, model: PreTrainedModel, section: Train) -> None:
+        self.run, self.model, self.section = run, model, section
+        self.accuracy, self.num_steps = "", 0
+        self.prompts = located_prompts(run, "watch", _WATCHED, run.recipe.locate.pairs)
+        self._recent: list[tuple[float, float]] = []
+
+    def __call__(self, step: int, history: list[dict[str, float]]) -> None:
+        section, recipe, losses = self.section, self.run.recipe, history[-1]
+        self.num_steps += 1
+        if section.check_every and step % section.check_every == 0 and self.run.accelerator.is_main_process:
+            self.model.eval()
+            with autocast(precision_of(section, self.model), self.run.accelerator):  # as in training
+                scores = answer_choices(self.model, self.run.tokenizer(), self.prompts, recipe.evaluate.batch_size)
+            self.model.train()
+            self.accuracy = f", KV {scores.correct.float().mean():.2f}"
+        self._recent = [*self._recent[-9:], (losses["tokens"], losses["seconds"])]
+        tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
+        parts = " ".join(f"{k} {v:.3f}" for k, v in losses.items() if k not in ("step", "tokens", "seconds", LAST_STEP))
+        note = f"{parts}{self.accuracy}, {tokens / max(seconds, 1e-9):.0f} tokens/s"
+        lengths = stage_lengths(history, section)
+        ends = list(accumulate(lengths))
+        number = next(number for number, end in enumerate(ends) if step <= end)
+        if section.sequence[number].plateau is not None:
+            found = [entry["step"] for entry in history if entry.get(LAST_STEP) == ends[number]]
+            note += f", plateau at step {found[0]}" if found else ", no plateau yet"
+        self.run.reporter.progress(step, ends[-1], note)

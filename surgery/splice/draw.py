@@ -24,9 +24,10 @@ class Draw:
         seed = int.from_bytes(hashlib.sha256(f"{self.key}:{name}".encode()).digest()[:8], "big") % 2**63
         return torch.Generator().manual_seed(seed)
 
-    def normal(self, name: str, rows: int, columns: int) -> Tensor:
-        """Return (rows, columns) with variance 1/columns."""
-        return (torch.randn(rows, columns, generator=self._generator(name)) * columns**-0.5).to(self.device)
+    def normal(self, name: str, *shape: int, fan_in: int | None = None) -> Tensor:
+        """Return a tensor with variance 1/fan-in, by default 1/(size of the last axis)."""
+        drawn = torch.randn(*shape, generator=self._generator(name))
+        return (drawn * (fan_in or shape[-1]) ** -0.5).to(self.device)
 
     def tokens(self, name: str, count: int, vocab_size: int, length: int = 128) -> Tensor:
         """Return (count / length, length) token ids: permutations of the vocabulary, one after the other."""

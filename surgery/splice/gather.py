@@ -28,13 +28,7 @@ _RANDOM_SHARE = 0.5  # size of the other channels of query and key beside the co
 
 
 def fill_gather(
-    mixer: nn.Module,
-    block: nn.Module,
-    graft: Graft,
-    model: PreTrainedModel,
-    layer: int,
-    side: slice | None,
-    draw: Draw,
+    mixer: nn.Module, block: nn.Module, graft: Graft, model: PreTrainedModel, layer: int, side: slice | None, draw: Draw
 ) -> None:
     """Fill the Gather layer of a pair, and what the block above it reads.
 

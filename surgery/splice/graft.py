@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from surgery.errors import PlanError
 from surgery.hybrid.configuration_hybrid import is_whole
 from surgery.hybrid.modeling_hybrid import SplicedAttention
+from surgery.models.alterations import silence
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad, stays_in_fp32
-from surgery.models.silence import silence
 from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.recipe import Splice
-from surgery.splice.inserted import insert_layers
+from surgery.splice.insertion import insert_layers
 from surgery.splice.plan import check_state_size, hybrid_config, splice_field
 from surgery.splice.source import HeadSource, donor_of
 from surgery.splice.state_size import StateCut

@@ -17,7 +17,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.models.registry import families
 from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.recipe import Splice
-from surgery.splice.inserted import check_counts, check_inserts
+from surgery.splice.insertion import check_counts, check_inserts
 from surgery.splice.source import PlanSource
 from surgery.splice.travel import check_travels
 from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
@@ -72,9 +72,8 @@ def make_plan(
         check_counts({layer: len(heads) for layer, heads in by_layer.items()}, config, "splice.num_heads")
     unused = set(splice.teacher.donors) - {str(s.head) for s in head_set.chosen} if splice.teacher else set()
     if unused and splice.select == "list":
-        raise PlanError(
-            "splice.teacher.donors", min(unused), "It is not in splice.heads. Use heads of this list as keys."
-        )
+        hint = "It is not in splice.heads. Use heads of this list as keys."
+        raise PlanError("splice.teacher.donors", min(unused), hint)
     grafts = tuple(_graft(specs[layer], heads, splice, teacher) for layer, heads in sorted(by_layer.items()))
     if teacher is not None and teacher.hidden_size != config.hidden_size:
         value = f"hidden size {teacher.hidden_size}, but the base's is {config.hidden_size}"
@@ -104,11 +103,8 @@ def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: Pr
     donors = tuple(HeadId.parse(names.get(str(s.head), f"L{s.head.layer}H{s.head.head}")) for s in heads)
     for donor in donors:
         if donor not in {head for spec in donor_mixers(teacher) for head in spec.heads}:
-            raise PlanError(
-                "splice.teacher.donors",
-                str(donor),
-                "The teacher has no such head. Set its heads in splice.teacher.donors.",
-            )
+            hint = "The teacher has no such head. Set its heads in splice.teacher.donors."
+            raise PlanError("splice.teacher.donors", str(donor), hint)
     if splice.unit == "head":
         return Graft(site, numbers, splice.mode, splice.init, tuple(reads), "head", tuple(map(str, donors)))
     if len({donor.layer for donor in donors}) > 1:
@@ -132,13 +128,7 @@ def branch_of(init: str) -> type[Any]:
 
 
 def check_base(config: PreTrainedConfig, splice: Splice, dtype: torch.dtype | None = None) -> None:
-    """Raise PlanError or ModelError if this model cannot be spliced as the recipe's section `splice` says.
-
-    Args:
-        config: of the base.
-        splice: the recipe's section `splice`.
-        dtype: as in `check_inserts`.
-    """
+    """Raise PlanError or ModelError if this base cannot be spliced so. `dtype` as in `check_inserts`."""
     check_not_spliced(config)
     check_splices(config)
     check_state_size(splice.state_size, config)
@@ -230,9 +220,6 @@ def hybrid_config(
         config: config of the base.
         fields: the field `splice`, from `splice_field`.
         state_size: width of the state after the cut. None if it is not cut. The branches keep the base's width.
-
-    Raises:
-        PlanError: as `check_state_size`.
     """
     check_state_size(state_size, config)
     family = family_of(config)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from surgery.hybrid.modeling_hybrid import RandomAttention, SplicedAttention
 from surgery.models.donors import donor_fields, donor_mixers, donor_weights
 from surgery.models.lookup import structure_of
 from surgery.recipe import Splice
+from surgery.splice.draw import Draw
 from surgery.types import Graft, HeadId, MixerSpec
 
 _RANDOM_KERNEL = 4  # width of a random branch's convolution; the one of Mamba-2
@@ -93,9 +93,8 @@ class PlanSource:
             PlanError: as `donor_of`; or there is no teacher.
         """
         if self.teacher is None:
-            raise PlanError(
-                "splice.teacher", None, f"splice.init: {self.graft.init} needs a teacher. Set splice.teacher.model."
-            )
+            hint = f"splice.init: {self.graft.init} needs a teacher. Set splice.teacher.model."
+            raise PlanError("splice.teacher", None, hint)
         return {"donors": list(self.graft.donors), **donor_fields(self.teacher, *donor_of(self.graft, self.teacher))}
 
 
@@ -217,19 +216,13 @@ class HeadSource:
 
     def draw(self, name: str, shape: Sequence[int], fan_in: int) -> torch.Tensor:
         """Draw values with variance 1/fan-in, seeded by the plan, the layer and the name of the tensor."""
-        key = f"{self.seed}:L{self.graft.site.layer}:{name}"
-        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 2**63
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(*shape, generator=generator) * fan_in**-0.5
+        return Draw(f"{self.seed}:L{self.graft.site.layer}", "cpu").normal(name, *shape, fan_in=fan_in)
 
     def _fitting(self, rows: torch.Tensor, weight: torch.Tensor, *parts: str) -> torch.Tensor:
         if rows.shape != weight.shape:
             value = f"{self.graft.init}, whose weights have shape {tuple(weight.shape)}"
-            raise PlanError(
-                "splice.init",
-                value,
-                f"The heads' {', '.join(parts)} have shape {tuple(rows.shape)}. Use another branch.",
-            )
+            hint = f"The heads' {', '.join(parts)} have shape {tuple(rows.shape)}. Use another branch."
+            raise PlanError("splice.init", value, hint)
         return rows
 
 

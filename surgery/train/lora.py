@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError
 from surgery.files.atomic import new_folder
+from surgery.models.alterations import silence
 from surgery.models.inserted import new_modules
 from surgery.models.lookup import family_of, mixer_of
-from surgery.models.silence import silence
 from surgery.recipe import Lora
 from surgery.types import Graft
 

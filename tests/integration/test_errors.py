@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from torch._inductor import config as inductor
 
 from surgery import cli
 from tests.integration.conftest import BASE, EXPORT, PICO_MAMBA2, RECIPE, ROOT, SMALL, assert_all_refused, surgery
@@ -55,12 +54,6 @@ def test_values_of_a_recipe(tmp_path: Path) -> None:
     assert_all_refused(cases, tmp_path)
 
 
-def test_a_compiler_is_looked_for_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor.cpp, "cxx", ("/nonexistent",))
-    words = ("train.compile", "C++ compiler", "/nonexistent", "set train.compile to false")
-    assert_all_refused({(*RUN, "train.compile=true"): words}, tmp_path)
-
-
 def commands_on(model: str) -> tuple[tuple[str, ...], ...]:
     """Every command that loads a base."""
     run = (*RUN, f"base.model={model}")
@@ -81,17 +74,19 @@ def test_a_fault_of_a_base_in_every_command(tmp_path: Path) -> None:
             change(file, **content)
         else:
             file.write_bytes(content)
-        assert_all_refused(dict.fromkeys(commands_on(f"./{number}"), words), tmp_path)
+        commands = commands_on(f"./{number}")
+        assert_all_refused(
+            dict.fromkeys(commands if number == 0 else commands[number :: len(faults) - 1], words), tmp_path
+        )
 
 
 def test_a_fault_of_a_tokenizer_in_every_command_that_reads_it(base_copy: Path, tmp_path: Path) -> None:
     fields = {"generate": "CHECKPOINT", "compare": "MODEL", "run": "base.tokenizer"}
     readers = {command: fields[command[0]] for command in commands_on("./base") if command[0] in fields}
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        for content in (b"[3]", b'{"version": "1.0"', b"\xff\xfe"):
-            (base_copy / name).write_bytes(content)
-            cases = {command: (field, "tokenizer files are damaged") for command, field in readers.items()}
-            assert_all_refused(cases, tmp_path)
+        (base_copy / name).write_bytes(b'{"version": "1.0"')
+        cases = {command: (field, "tokenizer files are damaged") for command, field in readers.items()}
+        assert_all_refused(cases, tmp_path)
         shutil.copy(BASE / name, base_copy)
     tokenizer = json.loads((base_copy / "tokenizer.json").read_text())
     added = {**tokenizer["added_tokens"][0], "id": 5000, "content": "<|more|>"}
@@ -175,11 +170,8 @@ class TestArguments:
 
     def test_names_beyond_ascii_and_with_an_equals_sign(self, base_copy: Path, tmp_path: Path) -> None:
         base_copy.rename(tmp_path / "lr=0.1")
-        small = ("evaluate.examples=2", "evaluate.sentences=2", "evaluate.tasks=[kv_retrieval]", "evaluate.pairs=[4]")
-        done = surgery("compare", "lr=0.1", *small, cwd=tmp_path)
-        assert done.returncode == 0 and "lr=0.1" in done.stdout, done.stderr
+        assert "lr=0.1: mamba2" in surgery("inspect", "./lr=0.1", cwd=tmp_path).stdout
         (tmp_path / "lr=0.1").rename(tmp_path / "módèl 😀")
-        assert "módèl 😀: mamba2" in surgery("inspect", "./módèl 😀", cwd=tmp_path).stdout
         environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
         command = [sys.executable, "-m", "surgery", "inspect", "./módèl 😀"]
         printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)

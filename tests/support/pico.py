@@ -42,7 +42,8 @@ from surgery.data.tokenizer import build_tokenizer
 from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.hybrid.modeling_llamba import LlambaConfig
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig
-from surgery.models.lookup import families, family_of
+from surgery.models.lookup import family_of
+from surgery.models.registry import families
 
 PAD = 0
 VOCAB = 61

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from surgery.errors import DataError, ModelError, RecipeError, is_out_of_memory, naming, reading, summary
+from tests.support.cases import each
 
 
 class PanicException(BaseException):
@@ -19,7 +20,7 @@ def read(error: BaseException, value: object = "7") -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         OverflowError("int too large"),
@@ -38,7 +39,6 @@ def read(error: BaseException, value: object = "7") -> str:
         PanicException("index out of bounds"),
         FileNotFoundError(2, "No such file", "x"),
     ],
-    ids=lambda error: type(error).__name__,
 )
 def test_whatever_a_library_raises_names_field_value_and_hint(error: BaseException) -> None:
     line = read(error)
@@ -47,7 +47,7 @@ def test_whatever_a_library_raises_names_field_value_and_hint(error: BaseExcepti
     assert read(error, None).startswith(f"some.file: {summary(error)}")
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         KeyboardInterrupt(),
@@ -55,7 +55,6 @@ def test_whatever_a_library_raises_names_field_value_and_hint(error: BaseExcepti
         ModelError("config.json", 1, "Correct it."),
         RecipeError("seed", -1, "Choose another."),
     ],
-    ids=lambda error: type(error).__name__,
 )
 def test_interrupts_exits_and_refusals_pass_unchanged(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, reading("some.file", 7, "Write it again.", DataError):
@@ -85,23 +84,18 @@ class OutOfMemoryError(RuntimeError):
     """As torch.cuda's."""
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         MemoryError(),
         OutOfMemoryError("CUDA out of memory."),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
     ],
-    ids=["Python", "GPU", "CPU"],
 )
 def test_too_little_memory_is_called_so(error: BaseException) -> None:
     assert is_out_of_memory(error)
     assert "not enough memory" in read(error)
     assert not is_out_of_memory(RuntimeError("shape"))
-
-
-def test_a_long_message_is_cut() -> None:
-    assert len(summary(ValueError("x" * 10_000))) == 300
 
 
 def test_a_commands_argument_is_named_instead_of_the_recipes_field() -> None:

@@ -41,12 +41,6 @@ def test_a_record_has_its_agent_and_the_question_asks_for_one() -> None:
         assert line["prompt"][:start].split("\n")[-1].startswith(f"{asked[1]} wrote")
 
 
-def test_name_and_number_of_a_record_are_about_18_words_apart() -> None:
-    texts = [text for line in RECORD_LINES for text in re.findall(r"^\w+ (wrote .+agent) \d+\.$", line["prompt"], re.M)]
-    counts = {len(text.split()) for text in texts}
-    assert counts <= set(range(16, 20)) and 18 in counts
-
-
 def test_the_answer_is_what_python_returns() -> None:
     for line in FUNCTION_LINES:
         code, _, call = line["prompt"].rpartition(">>> ")
@@ -59,14 +53,6 @@ def test_the_answer_is_what_python_returns() -> None:
         start, end = line["answer_span"]
         assert line["prompt"][start:end] == line["answer"]
         assert line["prompt"][:start].rpartition("def ")[2].startswith(call.partition("(")[0] + "(")
-
-
-@pytest.mark.parametrize("write", [RECORDS["record_line"], FUNCTIONS["function_line"]])
-@pytest.mark.parametrize(("digits", "tokens"), [(1, {1}), (2, {1}), (6, {3, 4})])
-def test_numbers_have_as_many_digits_as_asked(write: Any, digits: int, tokens: set[int]) -> None:
-    lines = [write(Random(i), digits=digits) for i in range(10)]
-    assert {len(line["answer"]) for line in lines} == {digits}
-    assert {len(pico_tokenizer()(line["answer"])["input_ids"]) for line in lines} == tokens
 
 
 def test_the_answer_of_a_short_text_is_what_it_says_of_that_person() -> None:

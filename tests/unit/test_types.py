@@ -23,6 +23,7 @@ from surgery.types import (
     plan_from_json,
     to_json,
 )
+from tests.support.cases import each
 
 
 def mixers(count: int = 2) -> tuple[MixerSpec, ...]:
@@ -51,11 +52,6 @@ def test_str_and_parse_are_inverse() -> None:
         assert HeadId.parse(str(HeadId(*head))) == HeadId(*head), head
 
 
-def test_name_of_a_head() -> None:
-    assert str(HeadId(17, 24)) == "L17H24" and str(HeadId(17, 24, "A")) == "L17A24"
-    assert HeadId(17, 24, "A") != HeadId(17, 24) == HeadId.parse("L17H24")
-
-
 def test_heads_and_their_mixer_go_by_one_name() -> None:
     for letter in ("H", "A"):
         spec = dataclasses.replace(mixers()[1], letter=letter)
@@ -75,33 +71,12 @@ def test_bad_name_is_refused_with_what_would_do() -> None:
         assert repr(name) in str(caught.value) and "L1H2" in caught.value.hint
 
 
-def test_heads_sort_by_layer_first() -> None:
-    assert sorted([HeadId(2, 0), HeadId(0, 9), HeadId(0, 1)]) == [HeadId(0, 1), HeadId(0, 9), HeadId(2, 0)]
-
-
-def test_heads_of_a_group_are_neighbours_and_groups_are_equal_in_size() -> None:
-    spec = mixers()[0]
-    groups = [spec.group_of(h) for h in range(spec.num_heads)]
-    assert groups == sorted(groups)
-    assert {groups.count(g) for g in range(spec.num_groups)} == {spec.num_heads // spec.num_groups}
-
-
 def test_head_set_round_trip_through_json() -> None:
     assert head_set_from_json(json.loads(json.dumps(to_json(head_set())))) == head_set()
 
 
 def test_plan_round_trip_through_json() -> None:
     assert plan_from_json(json.loads(json.dumps(to_json(plan())))) == plan()
-
-
-def test_json_writes_heads_as_names() -> None:
-    data = to_json(head_set())
-    assert [h["head"] for h in data["heads"]] == ["L1H2", "L0H7"]
-    assert data["heads"][1]["given"] == ["L1H2"]
-
-
-def test_heads_of_a_plan() -> None:
-    assert plan().heads == (HeadId(0, 7), HeadId(0, 1), HeadId(1, 2))
 
 
 CHANGES = {
@@ -172,23 +147,14 @@ def test_malformed_files_are_refused() -> None:
             plan_from_json(damaged(to_json(plan()), *path, value=value))
 
 
-def test_json_that_is_no_mapping_is_refused() -> None:
-    for read in (head_set_from_json, plan_from_json):
-        for data in ([], "text", None, 5):
-            with pytest.raises(PlanError):
-                read(data)
-
-
 def places(data: Any, above: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     """Where the values of plain data are."""
     entries = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [place for key, value in entries for place in [(*above, key), *places(value, (*above, key))]]
 
 
-@pytest.mark.parametrize("read", [head_set_from_json, plan_from_json])
-@pytest.mark.parametrize(
-    "value", [None, True, -1, 2.5, "x", [], {}, [None], {"a": 1}, float("nan"), float("inf"), 10**400, [[]]], ids=repr
-)
+@each("read", [head_set_from_json, plan_from_json])
+@each("value", [None, True, -1, 2.5, "x", [], {}, [None], {"a": 1}, float("nan"), float("inf"), 10**400, [[]]])
 def test_a_value_of_any_type_anywhere_is_refused_or_has_the_fields_type(read: Any, value: Any) -> None:
     """What is accepted has, everywhere, the type that a good file has there; so nothing fails later."""
     good = to_json(head_set() if read is head_set_from_json else plan())

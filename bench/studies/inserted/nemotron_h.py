@@ -20,7 +20,7 @@ from transformers import Mamba2ForCausalLM, NemotronHForCausalLM
 from bench.common import RUNS, SHIPPED, load, quiet_on_one_thread
 from bench.studies.experiment import train_and_save
 from surgery.recipe import Train
-from surgery.splice.inserted import nemotron_h_config
+from surgery.splice.insertion import nemotron_h_config
 
 FOLDER = RUNS / "inserted" / "bases" / "nemotron_h"
 TRAIN = Train(

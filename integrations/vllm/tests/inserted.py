@@ -16,7 +16,7 @@ from surgery.export.folder import export_model
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Base, Export
-from surgery.splice.inserted import insert_layers
+from surgery.splice.insertion import insert_layers
 from surgery.types import Graft, Plan
 from tests.support.pico import randomise
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import ModelError
-from surgery.models.layouts import HeadSlices, Streams, register_structure
+from surgery.models.layouts import HeadSlices, Streams, Structure, register_structure
 from surgery.models.mixers.mamba2 import span
 from surgery.types import MixerSpec
 
 
 @register_structure
-class AttentionStructure:
+class AttentionStructure(Structure):
     """Softmax attention; see `Structure` for the methods. Values are read from the cache."""
 
     kind = "attention"
@@ -26,15 +26,6 @@ class AttentionStructure:
     def out_proj(self, mixer: nn.Module) -> nn.Linear:
         return mixer.o_proj
 
-    def scan_reader(self, mixer: nn.Module) -> nn.Module:
-        return self.out_proj(mixer)
-
-    def norm_weight(self, mixer: nn.Module) -> Tensor | None:
-        return None
-
-    def gate_bias(self, mixer: nn.Module) -> Tensor | None:
-        return None
-
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         raise ModelError("layer", spec.name, "Softmax attention has no recurrence. Use an SSM layer.")
 
@@ -42,12 +33,8 @@ class AttentionStructure:
         return torch.zeros_like(x_BHP)
 
     def hidden_attention(self, mixer: nn.Module, spec: MixerSpec, streams: Streams) -> Tensor:
-        raise ModelError(
-            "layer", spec.name, "This layer is attention. Run the model with output_attentions=True for its weights."
-        )
-
-    def state_numel(self, spec: MixerSpec) -> int:
-        return 0
+        hint = "This layer is attention. Run the model with output_attentions=True for its weights."
+        raise ModelError("layer", spec.name, hint)
 
     def kv_numel(self, spec: MixerSpec) -> int:
         return 2 * spec.num_groups * spec.head_dim

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.models.layouts import HeadSlices, Streams, register_structure
+from surgery.models.layouts import HeadSlices, Streams, Structure, register_structure
 from surgery.models.mixers.mamba2 import shift, short_conv, span
 from surgery.types import MixerSpec
 
 
 @register_structure
-class Mamba1Structure:
+class Mamba1Structure(Structure):
     """Mamba-1; see `Structure` for the methods."""
 
     kind = "mamba1"
@@ -25,21 +25,6 @@ class Mamba1Structure:
         channels = span(head, spec.head_dim)
         gate = shift(channels, spec.num_heads * spec.head_dim)
         return HeadSlices(out=channels, gate=gate, value=channels, conv_value=channels)
-
-    def in_proj(self, mixer: nn.Module) -> nn.Module:
-        return mixer.in_proj
-
-    def out_proj(self, mixer: nn.Module) -> nn.Linear:
-        return mixer.out_proj
-
-    def scan_reader(self, mixer: nn.Module) -> nn.Module:
-        return mixer.out_proj
-
-    def norm_weight(self, mixer: nn.Module) -> Tensor | None:
-        return None
-
-    def gate_bias(self, mixer: nn.Module) -> Tensor | None:
-        return None
 
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         x_BTI, z_BTI = projected.chunk(2, dim=-1)
@@ -71,9 +56,6 @@ class Mamba1Structure:
 
     def state_numel(self, spec: MixerSpec) -> int:
         return spec.num_heads * spec.head_dim * (spec.conv_kernel + spec.state_size)
-
-    def kv_numel(self, spec: MixerSpec) -> int:
-        return 0
 
 
 @register_structure

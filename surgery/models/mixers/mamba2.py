@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.models.layouts import HeadSlices, Streams, register_structure
+from surgery.models.layouts import HeadSlices, Streams, Structure, register_structure
 from surgery.types import MixerSpec
 
 
 @register_structure
-class Mamba2Structure:
+class Mamba2Structure(Structure):
     """Mamba-2; see `Structure` for the methods."""
 
     kind = "mamba2"
@@ -37,21 +37,12 @@ class Mamba2Structure:
             conv_query=shift(shared, inner + groups),
         )
 
-    def in_proj(self, mixer: nn.Module) -> nn.Module:
-        return mixer.in_proj
-
-    def out_proj(self, mixer: nn.Module) -> nn.Linear:
-        return mixer.out_proj
-
     def scan_reader(self, mixer: nn.Module) -> nn.Module:
         """Return the gated norm, the last place where heads are separate."""
         return mixer.norm
 
     def norm_weight(self, mixer: nn.Module) -> Tensor | None:
         return mixer.norm.weight
-
-    def gate_bias(self, mixer: nn.Module) -> Tensor | None:
-        return None
 
     def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         streams = self._unlimited(mixer, spec, projected, before)
@@ -101,9 +92,6 @@ class Mamba2Structure:
     def state_numel(self, spec: MixerSpec) -> int:
         inner = spec.num_heads * spec.head_dim
         return (inner + 2 * spec.num_groups * spec.state_size) * spec.conv_kernel + inner * spec.state_size
-
-    def kv_numel(self, spec: MixerSpec) -> int:
-        return 0
 
 
 @register_structure

@@ -31,9 +31,6 @@ def attention_map(
         tokens: T decoded tokens. Newlines and spaces are displayed as symbols.
         marks: name (`segment end`) -> position in 0..T-1 to highlight; at most four.
         head: name of the head, such as `L1H2`.
-
-    Returns:
-        The three paths.
     """
     lines = _wrap(tokens)
     span = max(stop - start for start, stop in lines)

@@ -50,14 +50,9 @@ def results_by_value(rows: Sequence[Row], keys: Sequence[str], folder: Path) -> 
     """Draw accuracy, its share of the teacher's, memory and new weights against the values of a key: `sweep.*`.
 
     Args:
-        rows: for each combination of values: `values` by key, `seeds`, `accuracy` and `share_of_teacher` by group of
-            tasks, `kv_bytes_per_token`, `state_bytes` and `new_parameters`. A result is a mapping of `value`, `low` and
-            `high`.
+        rows: of sweep.json, one for each combination of values.
         keys: the keys with several values: the first for the axis, the second for the series. The seed is ignored if
             there is another key.
-
-    Returns:
-        The three paths.
     """
     first, *more = named = [key for key in keys if key in rows[0]["values"]]
     panels: Panels = {
@@ -96,13 +91,9 @@ def tasks_by_part(
     Args:
         kind: a sweep of an analysis, `prune`, `drop_one`, `disable_one` or `swap_one`; or `tasks_by_arm`.
         base: results of the complete model, a dotted line.
-        parts: results by the changed layer, head or arm, in the order of the axis; for `prune` by the number of layers
-            that are kept.
+        parts: results by the changed layer, head or arm; for `prune` by the number of layers that are kept.
         chance: chance accuracy by task.
         minimal: for `prune`, the number of layers of the minimal model.
-
-    Returns:
-        The three paths.
     """
     title, axis = _PARTS[kind]
     models = {"base": base, **parts}
@@ -145,10 +136,7 @@ def _draw(
 ) -> Figure:
     """Draw one panel for each title. Numbers are joined by lines in order, evenly spaced; other values are points.
 
-    Args:
-        values: of the x axis, one for each result of a panel.
-        levels: a dotted line, by title of a panel.
-        series: name for each result of a panel; for none a panel has one series.
+    `values` and `series` have one entry for each result of a panel; `levels` is a dotted line, by title.
     """
     by_text = {text_of(value): value for value in values}
     is_numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)

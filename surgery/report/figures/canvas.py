@@ -6,8 +6,6 @@ the date, random ids or the user's matplotlib settings.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
@@ -22,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from surgery.files.atomic import write_text
+from surgery.report.text import write_rows
 
 DPI = 150
 POINTS = 72  # per inch
@@ -97,11 +95,11 @@ def add_axes(figure: Figure, left: float, top: float, width: float, height: floa
     return figure.add_axes((left / full_width, bottom / full_height, width / full_width, height / full_height))
 
 
-def add_heading(figure: Figure, title: str, note: str, left: float = 0.15) -> None:
-    """Add a title, and below it a note in small type on how to read the figure; `left` in inches."""
+def add_heading(figure: Figure, title: str, note: str) -> None:
+    """Add a title, and below it a note in small type on how to read the figure."""
     width, height = figure.get_size_inches()
-    figure.text(left / width, 1 - 0.12 / height, title, size=12, weight="bold", va="top")
-    figure.text(left / width, 1 - 0.38 / height, note, size=8.5, color=MUTED, va="top", linespacing=1.35)
+    figure.text(0.15 / width, 1 - 0.12 / height, title, size=12, weight="bold", va="top")
+    figure.text(0.15 / width, 1 - 0.38 / height, note, size=8.5, color=MUTED, va="top", linespacing=1.35)
 
 
 def plain_log_ticks(axis: Axis) -> None:
@@ -131,11 +129,8 @@ def draw_intervals(
 ) -> None:
     """Draw results as points with bars from `low` to `high`.
 
-    Args:
-        places: of the points on the x axis, or on the y axis if `sideways`.
-        results: with `low`, `high` and the value `key`.
-        look: colour and marker.
-        joined: connect the points by lines.
+    `places` are on the x axis, or on the y axis if `sideways`. `look` is colour and marker. `joined` connects the
+    points.
     """
     colour, marker = look
     values = [result[key] for result in results]
@@ -193,7 +188,4 @@ def save(figure: Figure, folder: Path, stem: str, header: Sequence[str], rows: S
     png, svg, table = (folder / f"{stem}.{suffix}" for suffix in ("png", "svg", "csv"))
     figure.savefig(png, dpi=DPI, metadata={"Software": None})
     figure.savefig(svg, metadata={"Date": None, "Creator": None})
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    write_text(table, text.getvalue())
-    return [png, svg, table]
+    return [png, svg, write_rows(table, header, rows)]

@@ -38,9 +38,6 @@ def costs_by_length(arms: Mapping[str, Sequence[Cost]], folder: Path, where: str
     Args:
         arms: arm -> its costs, as in results.json.
         where: the device, such as `cpu, 1 thread, float32`.
-
-    Returns:
-        The three paths.
     """
     batches = sorted({int(cost["rows"]) for costs in arms.values() for cost in costs})
     lengths = sorted({int(cost["tokens"]) for costs in arms.values() for cost in costs})

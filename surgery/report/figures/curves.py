@@ -52,11 +52,7 @@ def accuracy_by_pairs(
     Args:
         arms: arm -> number of pairs -> `accuracy`, `low`, `high` (0 to 1) and `n` prompts.
         trained: smallest and largest number of pairs in training; None if it had none.
-        title: of the figure.
         labels: names of arms, by arm. Others keep their own name.
-
-    Returns:
-        The three paths.
     """
     table = {arm: sorted((int(k), v) for k, v in accuracies.items()) for arm, accuracies in arms.items()}
     numbers = sorted({k for points in table.values() for k, _ in points})
@@ -94,12 +90,8 @@ def accuracy_by_pairs(
 def training_curve(history: Sequence[Mapping[str, float]], folder: Path, name: str = "training") -> list[Path]:
     """Draw the loss of each objective against the step: `NAME.*`.
 
-    Args:
-        history: for each step, `step` (from 1), the weighted loss of each objective and their sum `loss`. `seconds` and
-            other measurements are not drawn. A step may lack an objective.
-
-    Returns:
-        The three paths.
+    For each step, `history` has `step` (from 1), the weighted loss of each objective and their sum `loss`. `seconds`
+    and other measurements are not drawn. A step may lack an objective.
     """
     keys = list(dict.fromkeys(key for entry in history for key in entry))
     steps = np.array([entry["step"] for entry in history], dtype=np.float64)

@@ -89,9 +89,6 @@ def head_maps(head_set: HeadSet, folder: Path) -> list[Path]:
 
     Margins lost and gained share one colour scale. Other columns have one scale for each unit. Heads without a score
     get an empty cell.
-
-    Returns:
-        The three paths.
     """
     layout = _layout(head_set)
     lines = [

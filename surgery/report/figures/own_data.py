@@ -21,9 +21,6 @@ def held_out_accuracy(
     Args:
         data: data set -> arm -> `accuracy`, `low`, `high` (0 to 1) and `n` rows. Arms in the order to draw.
         labels: names of arms, by arm. Others keep their own name.
-
-    Returns:
-        The three paths.
     """
     longest = max(len(labels.get(arm, arm)) for arms in data.values() for arm in arms)
     left, top = 0.3 + 0.068 * longest, 0.95

@@ -82,10 +82,9 @@ def test_what_cannot_be_shown_is_refused(runs: Path) -> None:
             show("first", runs)
 
 
-def test_a_shell_completes_commands_and_runs(runs: Path) -> None:
+def test_a_shell_completes_names_of_runs(runs: Path) -> None:
     code = "import sys; sys.argv = ['surgery']; from surgery.__main__ import main; main()"
-    for words, expected in (("surgery sho", ["show"]), (f"surgery show --runs {runs} f", ["first"])):
-        count = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-        environment = {**os.environ, **count, "_SURGERY_COMPLETE": "complete_bash"}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert done.stdout.split() == expected, done.stderr
+    words = {"COMP_WORDS": f"surgery show --runs {runs} f", "COMP_CWORD": "4", "_SURGERY_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True)
+    assert done.stdout.split() == ["first"], done.stderr

@@ -14,7 +14,7 @@ from surgery.errors import ProbeError
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from tests.support.long_choices import digit_tokenizer, long_prompts, margins, whole_passes
-from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, prompts
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site
 
 MODELS = {name: partial(pico_family, name) for name in FAMILY_NAMES}
 MODELS["hybrid"] = lambda: pico_hybrid([pico_site(0, [1, 3])])
@@ -47,13 +47,6 @@ def test_every_choice_has_a_path_and_nothing_is_decoded_twice() -> None:
         for b, *path in rows:
             assert any(choice[: len(path)].tolist() == path for choice in found.choices[b])
         assert set(found.owner.tolist()) == {0, 2, 3}, "one prompt's choices are single tokens"
-
-
-def test_ten_first_digits_for_a_hundred_numbers() -> None:
-    batch = encode([kv_document(rng_of(0), 100)], digit_tokenizer(), "left", until_answer=True)
-    found = paths_of(batch)
-    assert found is not None and len(found) == 10 and found.ids.shape[1] == 1
-    assert paths_of(prompts()) is None
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -103,16 +103,6 @@ def test_a_chat_is_the_template_and_the_last_message() -> None:
     assert said == plain, "prompt and answer are two messages"
 
 
-def test_in_a_chat_the_whole_prompt_is_searched() -> None:
-    """An answer that an earlier message has too is ambiguous."""
-    chat = [{"role": "user", "content": "fox:12\nowl: 345\nowl?\n"}, {"role": "assistant", "content": "345"}]
-    for before, found in (("Numbers of owls.", True), ("It was 345.", False)):
-        row = {"m": [{"role": "system", "content": before}, *chat]}
-        document = document_of(row, chat_tokenizer(), span="auto", columns={"messages": "m"})
-        value = document.questions[0].value
-        assert (value is not None and document.text[slice(*value)] == "345") == found
-
-
 def test_a_row_that_is_none_is_refused_by_its_line() -> None:
     for row, said in (
         ({"prompt": "a"}, "`answer` is missing. The row has prompt. Set `data.columns`"),
@@ -167,14 +157,6 @@ def test_a_chat_that_is_none_is_refused() -> None:
         assert said in refusal({"m": messages}, chat_tokenizer(), columns={"messages": "m"}), said
 
 
-def test_a_template_that_changes_the_prompt_loses_the_span() -> None:
-    other = chat_tokenizer(CHAT.replace("trim", "upper"))
-    assert "template changes the prompt" in refusal(
-        {**GOOD, "answer_span": [11, 12]}, other, span="auto", chat_template=True
-    )
-    assert "RED:4" in document_of(GOOD, other, chat_template=True).text
-
-
 def test_what_the_tokenizer_lacks_is_said() -> None:
     with pytest.raises(DataError, match="no chat template"):
         Reader(Data(path="none", chat_template=True), TOKENIZER)
@@ -211,10 +193,6 @@ def test_pieces_are_the_text_and_have_its_tokens() -> None:
             assert [i for part in ids for i in part] == TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_tokenizer_that_puts_a_space_first_still_fits_the_limit() -> None:
-    pieces_of(random_text(3, 40), 12, tokens=lambda text: TOKENIZER(f" {text}", add_special_tokens=False)["input_ids"])
-
-
 def test_a_cut_leaves_the_tokens_as_they_are() -> None:
     """Not where the end of a word, or the last token of a piece, would become another token."""
     backend = Tokenizer(WordPiece({"[UNK]": 0, "un": 1, "##able": 2, "able": 3}, unk_token="[UNK]"))
@@ -227,21 +205,6 @@ def test_a_cut_leaves_the_tokens_as_they_are() -> None:
 
     pieces = cut("ab cd ef", tokens("ab cd ef"), [(i, i + 1) for i in range(8)], 3, tokens)
     assert ["ab cd ef"[slice(*span)] for span, _ in pieces] == ["ab", " cd", " ef"]
-
-
-def test_no_cut_within_a_character_is_tried() -> None:
-    tried = Counter[str]()
-    text = "漢🙂" * 30
-    encoded = TOKENIZER(text, add_special_tokens=False, return_offsets_mapping=True)
-
-    def tokens(part: str) -> list[int]:
-        tried[part] += 1
-        return list(TOKENIZER(part, add_special_tokens=False)["input_ids"])
-
-    pieces = cut(text, encoded["input_ids"], encoded["offset_mapping"], 20, tokens)
-    assert tried.total() == 2 * len(pieces), "one look at each piece, and one behind it"
-    with pytest.raises(DataError, match="max_tokens: 1"):
-        pieces_of("漢字", 1)
 
 
 def is_refused(document: Document, tokenizer: PreTrainedTokenizerFast = TOKENIZER) -> tuple[bool, bool]:

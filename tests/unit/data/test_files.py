@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +99,8 @@ def bad_paths(root: Path) -> Iterator[tuple[dict[str, Any], str]]:
     (root / "wide.jsonl").write_bytes('{"prompt": "a", "answer": "b"}\n'.encode("utf-16"))
     yield {"path": f"{root}/wide.jsonl"}, "UTF-16, not UTF-8. Save the file in UTF-8."
     yield {"path": str(write(root / "blank.jsonl", [""])), "holdout": 0.1}, "no rows. Add at least one."
+    (root / "whole.json").write_text(json.dumps({"data": numbered(2)}, indent=1))
+    yield {"path": f"{root}/whole.json"}, "Write one JSON object per line"
     (root / "none.json").write_text("[]")
     yield {"path": f"{root}/none.json"}, "none.json: no rows"
     write_table(pyarrow.Table.from_pylist(numbered(1)).slice(0, 0), root / "none.parquet")
@@ -155,31 +155,6 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, streaming: bool)
         with pytest.raises(DataError) as error:
             opened(data.pop("path"), streaming=streaming, **data)
         assert said in str(error.value)
-
-
-def test_rows_inside_an_object_are_refused_with_a_command_that_unwraps_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The longest list of rows, wherever it stands."""
-    monkeypatch.chdir(tmp_path)
-    wrapped = [
-        {"data": numbered(3)},
-        {"labels": [{"id": 0}, {"id": 1}], "data": numbered(3), "licenses": [{"id": 1}]},
-        {"version": 1, 'of "us"': {"train": numbered(3)}},
-        {"a": {"prompt": []}, "b": numbered(3)},
-    ]
-    commands = set()
-    for number, (rows, suffix, indent) in enumerate(itertools.product(wrapped, ("json", "jsonl"), (None, 1))):
-        Path(f"it's {number}.{suffix}").write_text(json.dumps(rows, indent=indent))
-        with pytest.raises(DataError, match="one JSON object, whose list") as error:
-            opened(f"it's {number}.{suffix}")
-        commands.add(error.value.hint.removeprefix("Write one row a line: ").partition(". Then")[0])
-    for command in sorted(commands)[::5]:
-        subprocess.run(command, shell=True, check=True)
-        assert len(open_rows(Data(path="rows.jsonl"))) == 3
-    one = {"prompt": "a\n", "answer": "b", "options": [{"x": 1}]}, {"messages": [{"role": "user", "content": "a"}]}
-    for row in one:
-        assert len(open_rows(Data(path=str(write(tmp_path / "one.jsonl", [row]))))) == 1
 
 
 def test_a_key_twice_in_a_row_is_noted_once_for_each_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

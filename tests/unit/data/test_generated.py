@@ -74,16 +74,6 @@ def test_pairs_stay_in_their_range_and_reach_its_ends() -> None:
     assert set.union(*counts) == {3, 4, 5, 6}
 
 
-def test_questions_are_as_many_as_asked_for_or_as_pairs_allow() -> None:
-    """Two of a phonebook's lines are examples; of two lines one."""
-    for task in OF_LINES:
-        for step in range(15):
-            for document in documents(source(task, pairs=(2, 8), questions=4), step=step):
-                pairs = len(document.questions[0].choices)
-                most = pairs - min(2, pairs - 1) if task == "phonebook" else pairs
-                assert len(document.questions) == min(4, most), task
-
-
 def test_what_attention_is_pulled_to_is_the_answer_in_its_segment() -> None:
     for task in (task for task in TASKS if PROBES[task].gold_position):
         more = {"questions": 3} if task in OF_LINES else {}

@@ -11,16 +11,12 @@ from transformers import PreTrainedModel
 from surgery.data.encoding import encode
 from surgery.data.generation import (
     answer_batches,
-    answer_list,
-    expected_answers,
     generate_answers,
     is_match,
-    max_answer_tokens,
 )
 from surgery.data.ranking import answer_choices
 from surgery.lm_eval_tasks.data import said as said_in_lm_eval
-from surgery.probes.documents import Document, Question, rng_of
-from surgery.probes.kv_retrieval import kv_document
+from surgery.probes.documents import Document, Question
 from tests.support.oracles import naive_generate_answers
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.samples import TEXT_PROMPTS, document_of, sample
@@ -95,20 +91,6 @@ def test_tokens_are_counted_behind_the_right_ones() -> None:
         assert share == pytest.approx(float(right), abs=1e-6)
 
 
-def test_a_list_begins_at_its_first_answer() -> None:
-    document = document_of("needle_multi_value", tokens=600)
-    assert answer_list(document) == document.questions and len(expected_answers(document)[0]) == 4
-    several = kv_document(rng_of(0), 5, questions=3)
-    assert answer_list(several) == several.questions[-1:]
-    assert max_answer_tokens(several) == len(several.text[slice(*several.questions[-1].answer)]) + 1
-
-
-def test_an_answer_may_have_a_token_for_every_byte() -> None:
-    document = Document("x", "a:\u5317\u4eac", (Question((2, 4), ()),))
-    count = len(pico_tokenizer()("\u5317\u4eac")["input_ids"])
-    assert 2 < count < max_answer_tokens(document)
-
-
 def test_what_counts_as_said_here_and_in_lm_eval() -> None:
     for text, answers, bounded, said in (
         (" 42\nThe", ["42"], True, True),
@@ -127,8 +109,3 @@ def test_what_counts_as_said_here_and_in_lm_eval() -> None:
         row = {"answers": answers, "bounded": bounded}
         begun = float(is_match(text, answers, bounded=False))
         assert said_in_lm_eval(row, [text]) == {"exact_match": float(said), "begun": begun}, text
-
-
-def test_a_copied_passage_has_no_end() -> None:
-    assert expected_answers(document_of("copying", 1, pairs=4))[1] is False
-    assert expected_answers(kv_document(rng_of(1), 4))[1] is True

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import normalizers
 from transformers import GenerationConfig, PreTrainedModel
 
-from surgery.data.generation import ExactAnswers, check_beams, exact_answers, generate_greedy
+from surgery.data.generation import ExactAnswers, exact_answers, generate_greedy
 from surgery.data.ranking import answer_nats, perplexity
-from surgery.errors import ModelError, ProbeError
+from surgery.errors import ProbeError
 from surgery.evaluate.evaluation import evaluate_model, p_values
 from surgery.evaluate.prompts import PromptSet
 from surgery.probes.documents import Document, Question
@@ -71,13 +69,6 @@ def test_settings_of_the_model_s_own_do_not_count() -> None:
     assert model.generation_config is own
 
 
-def test_the_batch_does_not_matter() -> None:
-    model, tokenizer = pico_hybrid([pico_site(1, [1, 3])], vocab_size=1024, layers=2), pico_tokenizer()
-    documents = [document(p, said(model, p, n), end="") for p in TEXT_PROMPTS for n in (1, 2, 3)]
-    alone, together = (exact_answers(model, tokenizer, documents, size).correct for size in (1, len(documents)))
-    assert torch.equal(alone, together) and alone.any()
-
-
 class Parrot(torch.nn.Module):
     """Stands in for a model: goes on with these tokens, whatever it is asked."""
 
@@ -111,20 +102,6 @@ def test_right_is_the_whole_answer_and_no_more() -> None:
     ):
         for size in (1, 2):
             assert exact(says, documents, size).correct.tolist() == [right, False], says
-
-
-def test_without_an_end_token_what_follows_the_answer_does_not_count() -> None:
-    short, long = document("Who?\n", "42", end=""), document("Who?\n", "the old baker of the market", end="")
-    assert exact("42 and more", [short, long]).correct.tolist() == [True, False]
-    ends = exact(f"42{END} and", [document("Who?\n", "42\n", end=""), long])
-    assert ends.correct.tolist() == [True, False] and ends.generated == ["42", "42"], "a text ends at the end token"
-
-
-def test_an_answer_that_the_tokenizer_normalises_can_be_right() -> None:
-    tokenizer = copy.deepcopy(pico_tokenizer())
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    for text, correct in ((f"caf\u00e9{END}", True), (f"cafe{END}", False)):
-        assert exact(text, [document("Who?\n", "cafe\u0301")], tokenizer=tokenizer).correct.tolist() == [correct]
 
 
 def test_texts_and_first_tokens_are_kept() -> None:
@@ -185,14 +162,3 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     assert torch.equal(arm.correct["held_out/rows.jsonl"], correct) and len(arm.correct) == 1
     assert calls == [(1, 2), (2, 2)]
     assert p_values({"base": arm, "other": arm}, "base")["other"] == {"held_out/rows.jsonl": 1.0}
-
-
-def test_more_beams_than_memory_are_refused_before_generation() -> None:
-    for name in ("num_beams", "num_return_sequences"):
-        model = pico_base()
-        setattr(model.generation_config, name, 10**6)
-        said = rf"generation_config\.json {name}: 1000000\. They need more .* at most \d+\."
-        with pytest.raises(ModelError, match=said) as error:
-            check_beams(model, 20, 2**30)
-        setattr(model.generation_config, name, int(error.value.hint.split()[-1].rstrip(".")))
-        check_beams(model, 20, 2**30)

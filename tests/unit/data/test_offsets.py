@@ -34,13 +34,6 @@ def test_trimmed_spaces_are_given_back() -> None:
     assert tokenized(trimming(), TEXTS) == tokenized(pico_tokenizer(), TEXTS)
 
 
-def test_every_position_is_that_of_the_tokenizer_without_trimming() -> None:
-    documents = [d for task in ("kv_retrieval", "letter_choice", "option_text", "closed_book") for d in sample(task, 3)]
-    one, other = (encode(documents, tokenizer) for tokenizer in (trimming(), pico_tokenizer()))
-    for name in ("input_ids", "query", "target", "answer_token", "segment_start", "segment_end", "read_answer_token"):
-        assert getattr(one, name).equal(getattr(other, name)), name
-
-
 def test_a_tokenizer_that_drops_spaces_has_no_token_for_them() -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

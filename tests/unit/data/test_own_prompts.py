@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from surgery.data.documents import is_held_out
 from surgery.data.own_prompts import own_batches, own_prompts
 from surgery.data.ranking import ranked
 from surgery.errors import DataError
@@ -26,12 +25,6 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Data:
     return Data(path=str(file), columns={"answer_span": "auto"})
 
 
-def test_rows_are_taken_evenly(tmp_path: Path) -> None:
-    documents = own_prompts(write(tmp_path, ROWS), pico_tokenizer(), 5)
-    assert [d.text[: d.questions[0].answer[0]] for d in documents] == [ROWS[i]["prompt"] for i in (0, 4, 8, 12, 16)]
-    assert len(own_prompts(write(tmp_path, ROWS), pico_tokenizer(), 500)) == len(ROWS)
-
-
 def test_rows_without_a_place_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     unplaced = [{"prompt": "a:1\nThe value of b is", "answer": "77"}, {"prompt": "The value is 77", "answer": "77"}]
     data = write(tmp_path, [*ROWS, *unplaced])
@@ -40,14 +33,6 @@ def test_rows_without_a_place_are_left_out_and_counted(tmp_path: Path, caplog: p
     assert f"2 of {len(ROWS) + 2} rows" in caplog.text
     with pytest.raises(DataError, match="no row has the place of its answer"):
         own_prompts(write(tmp_path, [{"prompt": "a:1\nThe value of b is", "answer": "77"}]), pico_tokenizer(), 5)
-
-
-def test_held_out_rows_are_not_read(tmp_path: Path) -> None:
-    data = write(tmp_path, ROWS).model_copy(update={"holdout": 0.5})
-    documents = own_prompts(data, pico_tokenizer(), 500)
-    kept = [row["prompt"] for row in ROWS if not is_held_out(row["prompt"], 0.5)]
-    assert [d.text[: d.questions[0].answer[0]] for d in documents] == kept
-    assert 0 < len(kept) < len(ROWS)
 
 
 def test_an_answer_competes_with_its_prompt_and_the_other_answers(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from surgery.recipe import Data
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.long_choices import digit_tokenizer
 from tests.support.pico import pico_tokenizer, prompts
-from tests.support.samples import MAKERS, RETRIEVING, sample, several_questions
+from tests.support.samples import RETRIEVING, sample, several_questions
 
 PAIRS = {"read_query": "query", "read_segment_end": "segment_end", "read_answer_token": "answer_token"}
 
@@ -81,11 +81,6 @@ def test_other_tokens_in_the_segment() -> None:
     assert shown(looked_up("512"), tokenizer) == [("5", ":51"), ("12", ":51")]
 
 
-def test_a_space_of_its_own_is_not_read() -> None:
-    assert shown(looked_up(" 71"), byte_tokenizer()) == [("7", "7"), ("1", "1")]
-    assert shown(looked_up("7 1"), byte_tokenizer()) == [("7", "7"), (" ", " "), ("1", "1")]
-
-
 def test_nothing_after_the_answer_is_read() -> None:
     tokenizer = byte_tokenizer(end=True)
     expected = [("7", "7"), ("1", "1")]
@@ -94,20 +89,10 @@ def test_nothing_after_the_answer_is_read() -> None:
     assert shown(looked_up("71", after="<end>"), byte_tokenizer()) == [*expected, *((c, "") for c in "<end>")]
 
 
-def test_tokens_that_share_a_character_correspond_in_order() -> None:
-    batch = encode([looked_up(" é🙂漢x")], byte_tokenizer(("Ġ", "Ã")))
-    first = int(batch.answer_token[0, 0])
-    assert [place - first for *_, place in reads(batch)] == list(range(2 + 4 + 3 + 1))
-
-
 def test_an_answer_that_continues_after_the_value() -> None:
     assert shown(looked_up("71 km", "71"), byte_tokenizer(("1", "Ċ"))) == [
         ("7", "7"), ("1", "1\n"), *((c, "") for c in " km")
     ]  # fmt: skip
-
-
-def test_another_text_is_read_at_its_first_token_alone() -> None:
-    assert shown(looked_up("Red", "red"), byte_tokenizer()) == [("R", "r"), ("e", ""), ("d", "")]
 
 
 def test_a_value_with_a_space_before_it() -> None:
@@ -124,22 +109,6 @@ def test_left_padding_moves_all_positions() -> None:
     for name in PAIRS:
         there, moved = getattr(right, name), getattr(left, name)
         assert torch.equal(moved, there.where(there < 0, there + shift_B1))
-
-
-def test_until_answer_keeps_the_first_token_of_the_last_answer() -> None:
-    for side in ("left", "right"):
-        batch = encode([looked_up("712")], digit_tokenizer(), side, until_answer=True)  # type: ignore[arg-type]
-        for read, question in PAIRS.items():
-            assert torch.equal(getattr(batch, read), getattr(batch, question))
-
-
-def test_of_the_users_data() -> None:
-    data = Data.model_validate({"path": "none", "columns": {"answer_span": "at"}})
-    row = Row("here", {"prompt": "red: 402\nblue: 713\nblue is", "answer": " 713", "at": [14, 18]})
-    tokenizer = byte_tokenizer(("Ġ", "7"), end=True)
-    document = Reader(data, tokenizer).document(row)
-    assert document.text[slice(*document.questions[0].value)] == "713"  # type: ignore[misc]
-    assert shown(document, tokenizer) == [(" 7", " 7"), ("1", "1"), ("3", "3")]
 
 
 def test_of_random_texts() -> None:
@@ -166,13 +135,3 @@ def test_of_random_texts() -> None:
         first, count = int(batch.answer_token[0, 0]), len(places)
         if ids[first : first + count] == ids[places[0][0] : places[0][0] + count]:
             assert [place for _, place in places] == list(range(first, first + count))
-
-
-def test_all_digits_of_generated_values_are_read() -> None:
-    documents = [MAKERS["kv_retrieval"](rng_of("digits", i)) for i in range(8)]
-    batch = encode(documents, digit_tokenizer())
-    gold = batch.read_answer_token >= 0
-    assert int(gold.sum()) == int(batch.answers.sum()) > len(documents)
-    rows = gold.nonzero()[:, 0]
-    read, predicted = batch.read_answer_token[gold], batch.read_query[gold] + 1
-    assert torch.equal(batch.input_ids[rows, read], batch.input_ids[rows, predicted])

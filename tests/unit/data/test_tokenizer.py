@@ -38,13 +38,6 @@ def test_building_it_again_gives_the_same_one() -> None:
     assert again.pad_token_id != again.eos_token_id
 
 
-def test_further_text_adds_its_words_and_keeps_numbers_whole() -> None:
-    tokenizer = build_tokenizer(1000, "In the beginning was a wonderful firmament.\n" * 2000)
-    assert len(tokenizer(" firmament")["input_ids"]) == 1 < len(pico_tokenizer()(" firmament")["input_ids"])
-    assert all(len(tokenizer(str(number))["input_ids"]) == 1 for number in range(100))
-    assert 258 < len(tokenizer) <= 1000 and max(tokenizer.get_vocab().values()) == len(tokenizer) - 1
-
-
 def test_invented_words_fall_apart_into_their_syllables() -> None:
     for words in (key_words("train"), key_words("eval"), entity_names()):
         for before in ("", " "):

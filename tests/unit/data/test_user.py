@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 from itertools import pairwise
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any
 
 import datasets
@@ -133,28 +131,6 @@ def test_a_budget_is_filled_as_far_as_documents_go(tmp_path: Path, how: dict[str
             assert used + length(following[0]) > budget
 
 
-def text_held_by(root: object, apart: object) -> int:
-    """Characters of all text that can be reached from an object, but not through another, nor through code."""
-    waiting, seen, held = [root], {id(apart)}, 0
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen or isinstance(found, (type, ModuleType, FunctionType)):
-            continue
-        seen.add(id(found))
-        held += len(found) if isinstance(found, (str, bytes)) else 0
-        waiting += gc.get_referents(found)
-    return held
-
-
-def test_texts_are_not_kept_in_memory(tmp_path: Path) -> None:
-    rows = [{"t": " ".join(["word"] * 40) + str(i)} for i in range(200)]
-    path = write(tmp_path / "a.jsonl", rows)
-    stream = opened(path, columns={"text": "t"}, max_tokens=30)
-    assert len(stream.step(0)) == 4
-    assert text_held_by([stream, rows], TOKENIZER) > path.stat().st_size / 2, "the measure can fail"
-    assert text_held_by(stream, TOKENIZER) < path.stat().st_size / 5
-
-
 # answers that are found in the prompt
 
 
@@ -210,16 +186,6 @@ def test_training_rows_are_counted_by_place(tmp_path: Path, streaming: bool) -> 
     assert kept and reader.spans.total() == kept
     sides = {key: counted(held)["a.jsonl"][key] + reader.spans[key] for key in ("found", "ambiguous", "missing")}
     assert {**sides, **more} == everything
-
-
-def test_marked_and_skipped_rows_are_told_apart(tmp_path: Path) -> None:
-    """Data in which every row is marked, and plain text, are not counted."""
-    marked = {**TWICE, "answer_span": [10, 11]}
-    path = write(tmp_path / "a.jsonl", [FOX, marked, marked, "{", ABSENT])
-    found = counted(searched(path, on_bad_row="skip"), source(path), searched(path, on_bad_row="skip"))
-    assert found == {"a.jsonl": {"found": 1, "ambiguous": 0, "missing": 1, "marked": 2}}
-    path = write(tmp_path / "b.jsonl", [marked] * 3)
-    assert counted(searched(path), source(path, columns={"text": "prompt", "answer_span": "auto"})) == {}
 
 
 # rows that are held out

@@ -24,7 +24,7 @@ from surgery.export.gguf_folder import FILE, compare_with_files
 from surgery.export.pre_tokenizers import RULES, nearest_rule
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Export
-from surgery.splice.inserted import insert_layers
+from surgery.splice.insertion import insert_layers
 from surgery.types import Graft, Plan
 from tests.support.exports import edit, in_this_process, list_again, refusal
 from tests.support.pico import pico_base, pico_family, pico_tokenizer, randomise

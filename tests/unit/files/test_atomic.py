@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException
 
 from surgery.errors import RunError
 from surgery.files import atomic as rundir
-from surgery.files.atomic import digest, fingerprint, is_full, new_folder, read_json, sweep, write_json, write_text
+from surgery.files.atomic import digest, new_folder, read_json, sweep, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import MARK, Kind, check_apart, check_replaceable, kind_of, mark, remove
 from surgery.recipe import check_recipe
@@ -41,14 +40,6 @@ def raise_killed(*_: Any, **__: Any) -> None:
     raise Killed
 
 
-def test_write_text_makes_parents_and_replaces(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b.txt"
-    write_text(path, "old, and longer")
-    write_text(path, "new: é\n")
-    assert path.read_bytes() == "new: é\n".encode()
-    assert names(tmp_path) == ["a", "a/b.txt"]
-
-
 @each("step", ["fsync", "replace"])
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     write_text(tmp_path / "x", "old")
@@ -67,22 +58,9 @@ def test_json_refuses_what_is_no_number(tmp_path: Path, value: float) -> None:
     assert names(tmp_path) == []
 
 
-def test_reading_json_that_is_missing_or_damaged_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "bad.json").write_text('{"a": ')
-    for name in ("none.json", "bad.json"):
-        with pytest.raises(RunError, match=name):
-            read_json(tmp_path / name)
-
-
 def fill(path: Path, text: str, name: str = "f") -> None:
     with new_folder(path) as folder:
         (folder / name).write_text(text)
-
-
-def test_new_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
-    fill(tmp_path / "out", "1", "old_name")
-    fill(tmp_path / "out", "2", "new_name")
-    assert names(tmp_path) == ["out", "out/new_name"]
 
 
 @each("error", [ValueError, KeyboardInterrupt, Killed])
@@ -102,7 +80,6 @@ FULL = (
     OSError(errno.EDQUOT, "Disk quota exceeded"),
     SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
-    CheckpointException("write", {0: (RuntimeError(". unexpected pos 704 vs 598"), None)}),  # type: ignore[dict-item]
 )
 
 
@@ -136,22 +113,6 @@ def test_what_fails_between_the_renames_leaves_the_old_folder_and_nothing_else(
     with pytest.raises((RunError, KeyboardInterrupt)):
         fill(tmp_path / "out", "2")
     assert names(tmp_path) == ["out", "out/f"] and (tmp_path / "out" / "f").read_text() == "1"
-
-
-def test_an_interrupt_while_a_temporary_folder_is_removed_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, interrupts = os.rmdir, [KeyboardInterrupt]
-
-    def rmdir(path: Path, **named: Any) -> None:
-        if interrupts:
-            raise interrupts.pop()
-        real(path, **named)
-
-    monkeypatch.setattr(rundir.os, "rmdir", rmdir)
-    with pytest.raises(KeyboardInterrupt):
-        write_text(tmp_path / "f", "1")
-    assert names(tmp_path) == ["f"]
 
 
 def test_a_kill_at_any_step_leaves_one_of_the_two_folders_whole(
@@ -267,20 +228,6 @@ def test_digest_is_of_names_and_bytes(tmp_path: Path) -> None:
     assert len({base, *others}) == len(others) + 1
 
 
-def test_digest_ignores_hidden_and_missing_files(tmp_path: Path) -> None:
-    folder = tree(tmp_path / "out", a="1")
-    before = digest(folder)
-    (folder / ".DS_Store").write_text("junk")
-    assert digest(folder) == before
-    assert digest(folder, tmp_path / "missing") == before
-
-
-def test_fingerprint_ignores_the_order_of_keys_alone() -> None:
-    assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
-    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
-    assert fingerprint([1, 2]) != fingerprint([2, 1])
-
-
 def test_claim_again_keeps_what_is_there(tmp_path: Path) -> None:
     RunDir(tmp_path / "a").claim(RECIPE)
     write_text(tmp_path / "a" / "heads.json", "{}")
@@ -298,58 +245,11 @@ OTHERS = [
 ]
 
 
-@each("other", OTHERS)
-def test_claim_by_another_recipe_is_refused_and_changes_nothing(tmp_path: Path, other: str) -> None:
-    RunDir(tmp_path / "a").claim(RECIPE)
-    write_text(tmp_path / "a" / "heads.json", "{}")
-    with pytest.raises(RunError, match="overwrite"):
-        RunDir(tmp_path / "a").claim(other)
-    assert names(tmp_path / "a") == [MARK, "heads.json", "recipe.yaml"]
-    assert (tmp_path / "a" / "recipe.yaml").read_text() == RECIPE
-
-
-@each("other", OTHERS)
-def test_overwrite_replaces(tmp_path: Path, other: str) -> None:
-    RunDir(tmp_path / "a").claim(RECIPE)
-    for name in ("heads.json", "adapters/adapter_config.json"):
-        write_text(tmp_path / "a" / name, "{}")
-    RunDir(tmp_path / "a").claim(other, overwrite=True)
-    assert names(tmp_path / "a") == [MARK, "recipe.yaml"]
-    assert (tmp_path / "a" / "recipe.yaml").read_text() == other
-
-
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(RunError, match="run folder"):
         RunDir(tmp_path).claim(RECIPE)
     assert names(tmp_path) == ["thesis.tex"]
-
-
-def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("precious")
-    for overwrite in (False, True):
-        with pytest.raises(RunError, match="file"):
-            RunDir(tmp_path / "a").claim(RECIPE, overwrite)
-    assert (tmp_path / "a").read_text() == "precious"
-
-
-def test_a_claim_that_was_killed_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rundir.os, "replace", raise_killed)
-    monkeypatch.setattr(rundir, "_discard", raise_killed)  # a killed process tidies nothing
-    with pytest.raises(Killed):
-        RunDir(tmp_path / "a").claim(RECIPE)
-    monkeypatch.undo()
-    RunDir(tmp_path / "a").claim(RECIPE)
-    assert names(tmp_path / "a") == [MARK, "recipe.yaml"]
-
-
-def test_claim_sweeps(tmp_path: Path) -> None:
-    RunDir(tmp_path).claim(RECIPE)
-    leftover(tmp_path / "figures" / "locate")
-    leftover(tmp_path / "f")
-    RunDir(tmp_path).claim(RECIPE)
-    assert names(tmp_path) == [MARK, "figures", "recipe.yaml"]
-    assert not list((tmp_path / "figures").iterdir())
 
 
 @each("content", ["", "[]", "3", "null", "{}", '{"key": 3}', '"key outputs"', "[" * 100_000, "\0", "{"])
@@ -409,15 +309,6 @@ def test_a_mark_that_is_none(tmp_path: Path, text: str) -> None:
     write_text(tmp_path / MARK, text)
     assert kind_of(tmp_path) is None
     assert kind_of(tmp_path / "missing") is None
-
-
-def test_an_empty_folder_is_free_and_a_file_is_not(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    write_text(tmp_path / "file", "precious")
-    assert not check_replaceable("f", tmp_path / "empty", "run", {})
-    assert not check_replaceable("f", tmp_path / "missing", "run", {})
-    with pytest.raises(RunError, match="It is a file"):
-        check_replaceable("f", tmp_path / "file", "run", {})
 
 
 @each("given", ["a", "a/", "a/b", "a/../a/b", "link", "link/b", "up/a"])
@@ -503,31 +394,3 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
     before = {path for what, path in events[:moved] if what == "sync"}
     assert {str(folder), str(folder / "deep"), str(folder / "deep" / "f")} <= before
     assert ("sync", str(tmp_path)) in events[moved:]
-
-
-def test_a_link_that_leads_to_itself_is_as_nothing(tmp_path: Path) -> None:
-    for name, to in (("a", "a"), ("heads.json", "heads.json"), ("dangling", "none")):
-        (tmp_path / name).symlink_to(to)
-    check_apart("run folder", [tmp_path / "heads.json"], {"base.model": str(tmp_path / "a")}, "Name another.")
-    for name in ("a", "dangling"):
-        with pytest.raises(RunError, match="It is a symbolic link to nothing"), hold(tmp_path / name):
-            pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "dangling", "heads.json"]
-
-
-@each(
-    ("error", "full"),
-    [
-        *((error, True) for error in FULL),
-        (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), True),
-        (RuntimeError("write(): fd 3 failed with No space left on device"), True),
-        (CheckpointException("write", {0: (ValueError("x"), None)}), False),  # type: ignore[dict-item]
-        (OSError(errno.EACCES, "no space left for you"), False),
-        (RunError("x", "y", "No space left on device."), False),
-        (ValueError("space"), False),
-        (KeyboardInterrupt(), False),
-    ],
-)
-def test_what_is_a_full_disk_and_what_is_not(error: BaseException, full: bool) -> None:
-    """In the words of the libraries: torch's two formats, safetensors, sharded saving, the system."""
-    assert is_full(error) is full

@@ -185,37 +185,6 @@ def test_many_processes_never_hold_it_together(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.lock")) and not (tmp_path / "inside").exists()
 
 
-def test_a_parent_that_goes_while_it_is_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, calls = Path.mkdir, []
-
-    def mkdir(path: Path, *given: object, **named: object) -> None:
-        calls.append(path)
-        if len(calls) == 1:
-            raise FileExistsError(path)
-        make(path, *given, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Path, "mkdir", mkdir)
-    with hold(tmp_path / "runs" / "a"):
-        assert len(calls) > 1
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"folder: .*a\. File exists \(.*file\)\. Set"), hold(tmp_path / "file" / "a"):
-        pass
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some file systems, such as /proc, say that a folder to create does not exist."""
-
-    def mkdir(path: Path, *_: object, **__: object) -> None:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Path, "mkdir", mkdir)
-    with (
-        pytest.raises(RunError, match=r"runs cannot be created\. Choose another folder"),
-        hold(tmp_path / "runs" / "a"),
-    ):
-        pass
-
-
 def test_a_full_disk_is_one_line_and_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"run folder: .*a\. The disk is full"), hold(tmp_path / "a", "run folder"):
         raise OSError(errno.ENOSPC, "No space left on device")

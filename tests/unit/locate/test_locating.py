@@ -115,16 +115,6 @@ class TestRole:
 
 
 class TestChoose:
-    @each("unknown", ["L2H0", "L0H2", "L17H24"])
-    def test_unknown_head_is_named(self, unknown: str) -> None:
-        with pytest.raises(PlanError, match=rf"splice\.heads: {unknown}\. .*L0H0 to L1H1"):
-            choose(Splice(select="list", heads=("L0H0", unknown)))
-
-    @each("select", ["sharpen", "ablation", "random", "gather", "aggregate"])
-    def test_more_than_there_are(self, select: Any) -> None:
-        with pytest.raises(PlanError, match=r"splice\.num_heads: 5\. Set at most 4"):
-            choose(Splice(select=select, num_heads=5))
-
     def test_random_depends_on_the_seed_alone(self) -> None:
         splice = Splice(select="random", num_heads=2)
         drawn = [names(choose(splice, seed=s)) for s in range(20)]

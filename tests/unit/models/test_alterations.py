@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from surgery.errors import ModelError
-from surgery.models.alterations import altered
+from surgery.models.alterations import altered, heads_off
 from surgery.models.lookup import block_of, family_of, mixer_of, structure_of
+from surgery.splice.graft import splice_model
 from tests.support.cases import each
-from tests.support.pico import FAMILY_NAMES, pico_family, pico_hybrid, pico_site, tokens
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, tokens
+from tests.support.teachers import plan_for, section, teacher_of
 
 every_family = each("name", FAMILY_NAMES)
 
@@ -49,17 +51,6 @@ def test_fewer_layers_are_a_smaller_model(name: str) -> None:
     handle.remove()
     assert torch.equal(final[0], seen["below"])
     assert model.base_model.layers is blocks
-    assert torch.equal(model(tokens(2, 13), use_cache=False).logits, before)
-
-
-@torch.no_grad()
-@every_family
-def test_the_last_layer_dropped_is_one_layer_fewer(name: str) -> None:
-    model = pico_family(name)
-    before, last = model(tokens(2, 13), use_cache=False).logits, model.config.num_hidden_layers - 1
-    found = logits(model, drop=(last,))
-    assert torch.equal(found, logits(model, layers=last))
-    assert not torch.equal(found, before)
     assert torch.equal(model(tokens(2, 13), use_cache=False).logits, before)
 
 
@@ -105,4 +96,47 @@ def test_a_change_that_was_not_made_is_an_error() -> None:
     model = pico_family("mamba2")
     specs = family_of(model.config).mixers(model.config)
     with pytest.raises(ModelError, match="hook"), altered(model, specs, {}, drop=(1,)):
+        pass
+
+
+@torch.no_grad()
+def plain(model):
+    return model(tokens(), use_cache=False).logits
+
+
+def test_off_is_the_same_weights_without_a_branch() -> None:
+    hybrid, base = pico_hybrid([pico_site(0, [1]), pico_site(2, [0, 3])]), pico_base()
+    before = plain(hybrid)
+    with heads_off(hybrid):
+        torch.testing.assert_close(plain(hybrid), plain(base), rtol=0, atol=1e-6)
+    assert torch.equal(plain(hybrid), before) and not torch.allclose(before, plain(base), atol=1e-3)
+
+
+def test_a_head_that_was_replaced_stays_silent() -> None:
+    hybrid = pico_hybrid([pico_site(1, [2], mode="replace")])
+    with torch.no_grad():
+        hybrid.backbone.layers[1].mixer.attention.o_proj.weight.normal_()
+    with heads_off(hybrid):
+        off = plain(hybrid)
+    with torch.no_grad():
+        hybrid.backbone.layers[1].mixer.attention.o_proj.weight.zero_()
+    torch.testing.assert_close(off, plain(hybrid), rtol=0, atol=1e-6)
+    assert not torch.allclose(off, plain(pico_base()), atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_layer_that_was_swapped_gives_nothing() -> None:
+    base, teacher = pico_family("llamba"), teacher_of("llama")
+    chosen = section(mode="replace", unit="layer")
+    hybrid = splice_model(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)
+    before = plain(hybrid)
+    with heads_off(hybrid):
+        off = plain(hybrid)
+    with altered(base, family_of(base.config).mixers(base.config), {"L1H": range(4)}):
+        torch.testing.assert_close(off, plain(base), rtol=0, atol=1e-6)
+    assert torch.equal(plain(hybrid), before) and not torch.allclose(off, before, atol=1e-3)
+
+
+def test_a_model_without_a_splice_is_refused() -> None:
+    with pytest.raises(ModelError, match="Nothing is spliced"), heads_off(pico_base()):
         pass

@@ -61,15 +61,6 @@ def test_transformers_checkpoints_pass_through(tmp_path: Path) -> None:
     assert new == own | {MARK}
 
 
-def test_the_dtype_is_cast_but_for_what_needs_fp32(tmp_path: Path) -> None:
-    convert(base_of(write(tmp_path / "own", tiny("Mamba2"))), tmp_path / "new", dtype="bfloat16")
-    tensors = load_file(tmp_path / "new" / "model.safetensors")
-    wide = {name.rsplit(".", 1)[-1] for name, tensor in tensors.items() if tensor.dtype == torch.float32}
-    assert wide == {"A_log", "dt_bias", "D"}
-    assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert load_model(Base(model=str(tmp_path / "new"), dtype="auto")).dtype == torch.bfloat16
-
-
 def test_what_a_class_keeps_in_fp32_stays(tmp_path: Path) -> None:
     """The router of a mixture of experts, which the names of an SSM do not include."""
     base = pico_family("nemotron_h").float()
@@ -89,31 +80,12 @@ def assert_refused(error: type[Exception], *words: str, **arguments: Any) -> Non
         assert word in str(caught.value)
 
 
-def test_a_folder_that_is_taken_is_left_alone(tmp_path: Path) -> None:
-    base = base_of(write(tmp_path / "own", tiny("Mamba2")))
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "mine.txt").write_text("mine")
-    for overwrite in (False, True):
-        assert_refused(RunError, "not a model", base=base, folder=tmp_path / "new", overwrite=overwrite)
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["mine.txt"]
-
-
 def test_a_model_that_was_converted_is_replaced_with_overwrite_alone(tmp_path: Path) -> None:
     base = base_of(write(tmp_path / "own", tiny("Mamba2")))
     convert(base, tmp_path / "new", dtype="bfloat16")
     assert_refused(RunError, "--overwrite", base=base, folder=tmp_path / "new")
     convert(base, tmp_path / "new", overwrite=True)
     assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "float32"
-
-
-def test_files_beside_a_converted_model_are_not_deleted_with_it(tmp_path: Path) -> None:
-    base = base_of(write(tmp_path / "own", tiny("Mamba2")))
-    convert(base, tmp_path / "new")
-    (tmp_path / "new" / ".DS_Store").write_text("")
-    convert(base, tmp_path / "new", overwrite=True)
-    (tmp_path / "new" / "notes.txt").write_text("mine")
-    assert_refused(RunError, "new/notes.txt", "Move it", base=base, folder=tmp_path / "new", overwrite=True)
-    assert (tmp_path / "new" / "notes.txt").read_text() == "mine"
 
 
 def test_the_source_is_never_replaced(tmp_path: Path) -> None:

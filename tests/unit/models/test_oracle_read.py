@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from surgery.errors import ModelError
-from surgery.locate.ablation_sweep import READS, Variant, change_at_query
 from surgery.locate.clean_run import run_clean
-from surgery.models.cache import cache_of_all_tokens
 from surgery.models.oracle_read import values_at
 from surgery.types import MixerSpec
-from tests.support.cases import each
-from tests.support.oracles import naive_change_at_query
-from tests.support.pico import pico_family, pico_family_config, prompts
+from tests.support.pico import pico_family, prompts
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}  # in the layers 1 and 2 of three
 
@@ -28,32 +24,6 @@ def naive_values(model: Any, spec: MixerSpec, ids: Tensor) -> Tensor:
     block = model.model.layers[spec.layer]
     values_BTGP = block.self_attn.v_proj(block.input_layernorm(residual)).unflatten(-1, (spec.num_groups, -1))
     return values_BTGP.repeat_interleave(spec.num_heads // spec.num_groups, 2)
-
-
-@torch.no_grad()
-@each("stepwise", [False, True])
-def test_values_of_every_token_are_read_with_a_sliding_window(stepwise: bool) -> None:
-    """Inside the window of the query and before it."""
-    model, batch = pico_family("qwen2", **WINDOW), prompts((14, 14))
-    run = run_clean(model, batch, stepwise)
-    for spec in run.specs:
-        expected = naive_values(model, spec, batch.input_ids)
-        for place in range(13):
-            places = torch.tensor([place, 12 - place])
-            found = values_at(model, spec, run.prompt.activations, run.before_query, places)
-            torch.testing.assert_close(found, expected[torch.arange(2), places], atol=1e-5, rtol=1e-5)
-
-
-@each("lengths", [(9, 14, 12), (14, 14)], ids=["padded", "level"])
-def test_a_decode_step_keeps_the_sliding_window(lengths: tuple[int, ...]) -> None:
-    """Changed at the query from the cache of all tokens, against whole passes without a cache."""
-    run = run_clean(pico_family("qwen2", **WINDOW), prompts(lengths))
-    heads = [head for spec in run.specs for head in spec.heads]
-    variants = [Variant(oracle=((head, reads),)) for head in heads for reads in READS]
-    variants += [Variant(), *(Variant(ablate=(head,)) for head in heads)]
-    pairs = zip(change_at_query(run, variants), naive_change_at_query(run, variants), strict=True)
-    for fast, naive in pairs:
-        torch.testing.assert_close(fast.margin, naive.margin, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
@@ -71,8 +41,3 @@ def test_in_a_cache_of_the_window_alone_earlier_tokens_are_refused() -> None:
         else:
             expected = naive_values(model, spec, batch.input_ids)[torch.arange(2), arguments[-1]]
             torch.testing.assert_close(values_at(*arguments), expected, atol=1e-5, rtol=1e-5)
-
-
-@each("name", ["mamba2", "zamba2", "bamba", "llama", "qwen2"])
-def test_models_without_a_sliding_window_make_their_own_cache(name: str) -> None:
-    assert cache_of_all_tokens(pico_family_config(name)) is None

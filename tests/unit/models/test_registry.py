@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from transformers import PreTrainedConfig
 
 from surgery.errors import ModelError, PlanError
 from surgery.hybrid import CLASSES
-from surgery.models.layouts import Family
-from surgery.models.lookup import STRUCTURES, family_of
+from surgery.models.layouts import STRUCTURES
+from surgery.models.lookup import family_of
 from surgery.models.registry import families, register_family
 from surgery.splice.plan import splice_field
 from tests.support.battery import plan_of
@@ -74,26 +72,6 @@ class TestHybridConfig:
             assert ours[field] == before[field], field
         assert family.mixers(config) == family.mixers(base)
 
-    @each("name", SPLICED_FAMILIES)
-    def test_cache_types_follow_the_splice(self, name: str) -> None:
-        base = pico_family_config(name)
-        family = family_of(base)
-        plan = plan_of(pico_family(name))
-        plain, config = (family.hybrid_config(base, s) for s in ([], splice_field(plan, base)))
-        spliced = {graft.site.layer for graft in plan.grafts}
-        for layer, (before, after) in enumerate(zip(plain.layer_types, config.layer_types, strict=True)):
-            assert after == ("hybrid" if layer in spliced else before)
-        assert family.hybrid_config(config, []).layer_types == plain.layer_types
-
-    @each("name", SPLICED_FAMILIES)
-    def test_survives_saving(self, name: str, tmp_path: Any) -> None:
-        base = pico_family_config(name)
-        config = family_of(base).hybrid_config(base, splice_field(plan_of(pico_family(name)), base))
-        config.save_pretrained(tmp_path)
-        again = type(config).from_pretrained(tmp_path)
-        assert again.splice == config.splice and again.layer_types == config.layer_types
-        assert family_of(again).mixers(again) == family_of(base).mixers(base)
-
 
 @each("name", sorted(set(FAMILY_NAMES) - set(SPLICED_FAMILIES)))
 def test_no_hybrid_where_the_family_refuses(name: str) -> None:
@@ -113,10 +91,3 @@ def test_a_model_type_belongs_to_one_family() -> None:
         with pytest.raises(ModelError, match=r"^model_type: mamba2\. The family mamba2 has this name already"):
             register_family(name, *types)(lambda config: [])
     assert families() == before
-
-
-def test_a_family_without_hybrid_classes_says_so() -> None:
-    with pytest.raises(PlanError, match="no hybrid classes are registered"):
-        Family("plain", ("plain",), lambda config: [], refuses="no hybrid classes are registered for it.").build_hybrid(
-            typed("plain")
-        )

@@ -58,20 +58,9 @@ def test_a_frozen_decay_gets_no_gradient_and_the_others_keep_theirs(part: int) -
         torch.testing.assert_close(frozen[index].grad, given[index].grad, atol=0, rtol=0)
 
 
-def test_half_precision_is_computed_in_float32() -> None:
-    x, dt, A, B, C = scan_inputs(20)
-    half = [v.bfloat16().detach().requires_grad_() for v in (x, dt.abs(), A, B, C)]
-    got, state = selective_scan(*half, return_last_state=True)
-    want = selective_scan(*(v.float() for v in half))
-    assert got.dtype == torch.bfloat16 and state.dtype == torch.float32 and isinstance(want, Tensor)
-    torch.testing.assert_close(got.float(), want, atol=0, rtol=1e-2)
-    got.float().sum().backward()
-    assert all(v.grad is not None and v.grad.dtype == torch.bfloat16 for v in half)
-
-
 def test_states_of_all_tokens_never_exist_at_once() -> None:
     """One (B,T,I,N) tensor has 64 MiB here."""
-    sizes = (1, 512, 1024), (1, 512, 1024), (512, 32), (1, 32, 1024), (1, 32, 1024)
+    sizes = (1, 512, 256), (1, 512, 256), (512, 128), (1, 128, 256), (1, 128, 256)
     given = [torch.empty(size, device="meta", requires_grad=True) for size in sizes]
     with Meter() as meter:
         y = selective_scan(*given)

@@ -7,12 +7,9 @@ from typing import Any
 import torch
 from transformers import Mamba2Config, MambaConfig
 
-from surgery.models.lookup import family_of
 from surgery.models.sizes import kv_bytes_per_token, meta_model, sizes_of, state_bytes
-from surgery.recipe import Splice
-from surgery.splice.plan import splice_field
 from surgery.train.optimizer import spliced_parameters
-from tests.support.battery import base, plan_of, spliced
+from tests.support.battery import base, spliced
 from tests.support.cases import each
 from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_site, random_site
 
@@ -38,20 +35,6 @@ def test_new_parameters_are_what_the_base_does_not_have(name: str, init: str) ->
     assert size.new_parameters == size.parameters - before.parameters > 0
     assert size.new_parameters == sum(p.numel() for p in spliced_parameters(hybrid))
     assert size.kv_bytes_per_token > before.kv_bytes_per_token and size.state_bytes >= before.state_bytes
-
-
-@every_family
-def test_on_the_meta_device_it_is_the_same(name: str) -> None:
-    model = meta_model(base(name).config)
-    assert all(p.device.type == "meta" for p in model.parameters())
-    assert sizes_of(model) == sizes_of(base(name))
-
-
-@every_spliced
-def test_hybrids_on_the_meta_device_too(name: str) -> None:
-    config = base(name).config
-    fields = splice_field(plan_of(base(name)), config, Splice(min_width=None))
-    assert sizes_of(meta_model(family_of(config).hybrid_config(config, fields))) == sizes_of(spliced(base(name)))
 
 
 def test_keys_and_values_of_a_splice_by_hand() -> None:

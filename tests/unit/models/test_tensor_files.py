@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgery.errors import ModelError
-from surgery.models.tensor_files import Stored, check_file, inventory, read_tensors, weight_files, write_shards
+from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files, write_shards
 from tests.support.cases import each
 
 
@@ -111,21 +111,6 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
     assert length % 8 == 0
     for name, tensor in sample().items():
         assert header[name]["data_offsets"][0] % tensor.element_size() == 0, name
-
-
-def test_reading_several_files_keeps_the_order(tmp_path: Path) -> None:
-    files = [tmp_path / "0.safetensors", tmp_path / "1.bin"]
-    save_file({"a": torch.zeros(2), "c": torch.full((2,), 2.0)}, files[0])
-    torch.save({"b": torch.ones(2), "d": torch.full((2,), 3.0)}, files[1])
-    found = inventory(files)
-    values = [tensor[0].item() for tensor in read_tensors(found[name] for name in "abcd")]
-    assert values == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_a_broken_index(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
-    with pytest.raises(ModelError, match="index is damaged"):
-        weight_files(lambda name: tmp_path / name if (tmp_path / name).is_file() else None)
 
 
 def find_in(folder: Path) -> Any:
@@ -242,17 +227,11 @@ class TestHeaders:
             {"a": entry(), "__metadata__": {"x": 3}}, {"a": entry(), "__metadata__": {"x": {"y": "z"}}},
             b"", b"{", b"\xff" * 9, b"[" * 100_000, b'{"a":' * 2000, b'{"a": NaN}',
             json.dumps({"a": entry()}).encode()[:-1],
-            b'{"a":' + json.dumps(entry()).encode() + b',"a":' + json.dumps(entry()).encode() + b"}",
+            f'{{"a": {json.dumps(entry(0, 4, (1,)))}, "a": {json.dumps(entry(4, 8, (1,)))}}}'.encode(),
         ],
     )  # fmt: skip
     def test_a_malformed_header_is_named(self, tmp_path: Path, header: Any) -> None:
         file = header_file(tmp_path / "model.safetensors", header)
-        assert_refused(lambda: inventory([file]), "model.safetensors")
-        assert_refused(lambda: check_file(file), "model.safetensors")
-
-    @each("length", [0, 1, 2**31, 2**40, 2**63, 2**64 - 1])
-    def test_a_length_that_is_not_the_headers_is_named(self, tmp_path: Path, length: int) -> None:
-        file = header_file(tmp_path / "model.safetensors", {"a": entry()}, length=length)
         assert_refused(lambda: inventory([file]), "model.safetensors")
 
     @each("name", ["model.safetensors", "pytorch_model.bin"])
@@ -260,11 +239,6 @@ class TestHeaders:
     def test_a_file_of_something_else_is_named(self, tmp_path: Path, name: str, content: bytes) -> None:
         (tmp_path / name).write_bytes(content)
         assert_refused(lambda: inventory([tmp_path / name]), name)
-
-    def test_what_the_library_writes_is_read(self, tmp_path: Path) -> None:
-        header_file(tmp_path / "model.safetensors", {"a": entry(), "__metadata__": {"format": "pt"}})
-        (found,) = read_tensors(inventory([tmp_path / "model.safetensors"]).values())
-        assert found.tolist() == [0, 0]
 
 
 @each("length", [1, 64])
@@ -285,6 +259,5 @@ def test_a_file_cut_or_changed_anywhere_is_named_or_read(tmp_path: Path, suffix:
 @each("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_pipe_in_the_place_of_weights_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    for read in (check_file, lambda file: inventory([file])):
-        with pytest.raises(ModelError, match="not a regular file"):
-            read(tmp_path / name)
+    with pytest.raises(ModelError, match="not a regular file"):
+        inventory([tmp_path / name])

@@ -110,15 +110,6 @@ def test_chunks_compute_the_recurrence(length: int, begins: bool) -> None:
     torch.testing.assert_close(last.double(), state, atol=2e-5, rtol=1e-5)
 
 
-def test_half_precision_is_computed_in_float32() -> None:
-    x, dt, A, B, C = scan_inputs(20).values()
-    half = [value.bfloat16() for value in (x, dt, B, C)]
-    got = chunk_scan(half[0], half[1], A, half[2], half[3], chunk_size=8)
-    want = chunk_scan(half[0].float(), half[1].float(), A, half[2].float(), half[3].float(), chunk_size=8)
-    assert isinstance(got, Tensor) and got.dtype == torch.float32
-    torch.testing.assert_close(got, want, atol=0, rtol=1e-2)
-
-
 @each("name", ["mamba", "mamba2"])
 def test_double_precision_is_kept(name: str) -> None:
     """transformers computes these scans in float32 at most, so a row would differ by 1e-7 from itself in a batch."""
@@ -204,22 +195,6 @@ def test_the_function_of_transformers_is_restored_after_an_error(name: str, modu
         assert getattr(module, function) is not stock
         raise RuntimeError
     assert getattr(module, function) is stock
-
-
-def test_several_models_of_different_families() -> None:
-    """A frozen base and a teacher run beside the model. None is a model that a recipe does without."""
-    first, second = modeling_mamba.mamba_selective_scan, modeling_mamba2.mamba2_chunk_scan
-    with torch_scans(pico_family("mamba"), None, pico_family("mamba2")):
-        assert modeling_mamba.mamba_selective_scan is not first
-        assert modeling_mamba2.mamba2_chunk_scan is not second
-    assert modeling_mamba.mamba_selective_scan is first and modeling_mamba2.mamba2_chunk_scan is second
-
-
-def test_a_function_in_place_of_that_of_transformers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = print
-    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", kernel)
-    with torch_scans(pico_family("mamba2")):
-        assert modeling_mamba2.mamba2_chunk_scan is kernel
 
 
 @each("has_kernel", [False, True])

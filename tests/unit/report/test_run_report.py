@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from surgery.report.results import label_of
-from surgery.report.run_report import ReportInputs, write_report
+from surgery.report.run_report import write_report
 from tests.support.reports import ARMS as COSTS
 from tests.support.reports import head_set, plan, spliced
 
@@ -27,7 +26,7 @@ def arm(value: float) -> dict[str, Any]:
     }
 
 
-def inputs(folder: Path, **more: Any) -> ReportInputs:
+def inputs(folder: Path, **more: Any) -> dict[str, Any]:
     (folder / "evaluate").mkdir(parents=True, exist_ok=True)
     (folder / "evaluate" / "accuracy_by_pairs.svg").write_text("<svg/>")
     arms = {"base": arm(0.411), "no_splice": arm(0.422), "hybrid": arm(0.833)}
@@ -35,11 +34,12 @@ def inputs(folder: Path, **more: Any) -> ReportInputs:
     comparisons = {"hybrid": {"no_splice": {"kv_retrieval/8": better, "closed_book": better}}}
     results = {"arms": arms, "seconds": {"train": 300.0}, "seed": 3, "versions": {"torch": "2.x"}}
     results |= {"comparisons": comparisons, **more}
-    return ReportInputs(spliced("owner/base"), plan(), head_set(3, 4), results, folder)
+    recipe = spliced("owner/base")
+    return {"recipe": recipe, "plan": plan(), "heads": head_set(3, 4), "results": results, "figures": folder}
 
 
-def written(folder: Path, given: ReportInputs | None = None, **more: Any) -> str:
-    return write_report(given or inputs(folder / "figures", **more), folder / "report.html").read_text()
+def written(folder: Path, given: dict[str, Any] | None = None, **more: Any) -> str:
+    return write_report(folder / "report.html", **(given or inputs(folder / "figures", **more))).read_text()
 
 
 def text_of(page: str) -> str:
@@ -70,7 +70,7 @@ def test_it_says_what_was_done_and_what_came_of_it(tmp_path: Path) -> None:
 
 
 def test_contents_and_files_lead_somewhere(tmp_path: Path) -> None:
-    given = replace(inputs(tmp_path / "figures"), files=("results.json", "report.html", "a b.json"))
+    given = {**inputs(tmp_path / "figures"), "files_beside": ("results.json", "report.html", "a b.json")}
     page = written(tmp_path, given)
     links = re.findall(r'href="([^"]*)"', page)
     inner = [link for link in links if link.startswith("#")]
@@ -80,7 +80,7 @@ def test_contents_and_files_lead_somewhere(tmp_path: Path) -> None:
 
 def test_hidden_rows_are_counted_or_named(tmp_path: Path) -> None:
     given = inputs(tmp_path / "figures")
-    for number, summary in enumerate(given.results["arms"].values()):
+    for number, summary in enumerate(given["results"]["arms"].values()):
         for pairs, extra in (("8", 0.0), ("64", 0.001 * number)):
             summary["kv_retrieval"][pairs]["generated"] = share(summary["kv_retrieval"][pairs]["accuracy"] + extra)
         summary["closed_book"] = {"accuracy": 0.26, "low": 0.2, "high": 0.32, "n": 200, "chance": 0.25}
@@ -125,7 +125,7 @@ def test_the_users_rows_are_shown_first_escaped_and_cut(tmp_path: Path) -> None:
         "y": {"found": 0, "ambiguous": 5, "missing": 6, "first_rows": 1000},
     }
     given = inputs(tmp_path / "figures", held_out_examples={HOSTILE: rows}, answer_spans=spans)
-    for value in given.results["arms"].values():
+    for value in given["results"]["arms"].values():
         loss = {"nats": 1.2345, "tokens": 99}
         value["held_out"] = {HOSTILE: {**share(0.0), "first_token": share(0.25), "loss": loss}}
     page = written(tmp_path, given)

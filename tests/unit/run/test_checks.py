@@ -119,5 +119,5 @@ def test_packages_of_a_run_are_not_those_of_its_dry_run(
             with pytest.raises(SurgeryError, match=words):
                 check(made)
     quantized = recipe(models, train={"trainable": "lora", "lora": {"quantization": "nf4"}})
-    monkeypatch.setattr("surgery.run.time_estimate._timed", lambda *_: [0.1])
+    monkeypatch.setattr("surgery.run.dry_run._timed", lambda *_: [0.1])
     assert dry_run(quantized, tmp_path / "first")["trainable_parameters"] > 0

@@ -29,14 +29,6 @@ def test_another_data_set_is_another_run_if_nothing_else_would_be_left(tmp_path:
     assert (tmp_path / "recipe.yaml").read_text() == recipe(data="letters.jsonl")
 
 
-def test_data_of_stages_counts_too(tmp_path: Path) -> None:
-    stages = [{"name": "one", "sources": [{"data": {"path": path}} for path in ("x", "y")]}]
-    RunDir(tmp_path).claim(recipe(train={"sources": [], "stages": stages}))
-    stages[0]["sources"] = [{"data": {"path": "x"}}]
-    with pytest.raises(RunError, match=r"\(data: x, y\)"):
-        RunDir(tmp_path).claim(recipe(train={"sources": [], "stages": stages}))
-
-
 def test_the_error_names_what_differs(tmp_path: Path) -> None:
     RunDir(tmp_path).claim(recipe())
     base = {"model": "n", "revision": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from surgery.recipe import Base, Recipe, check_recipe
 from surgery.recipe.yaml import load_yaml
-from surgery.run.initial_recipe import recipe_name, write_recipe
+from surgery.run.initial_recipe import commented_yaml, recipe_name, write_recipe
 from surgery.run.machine import GIB, Machine
 from surgery.run.measuring import Findings
 from surgery.run.probing import ADJACENT, FAR, Format, Screening, Share
@@ -140,3 +141,33 @@ def test_names_are_names_of_folders() -> None:
     ):
         assert name is None or recipe_name(model) == name
         check_recipe({"name": recipe_name(model), "base": {"model": "b"}})
+
+
+DATA: dict[str, Any] = {
+    "name": "a-b.c",
+    "base": {"model": "path: with #signs", "tokenizer": None},
+    "locate": {"pairs": 12, "filler": (0, 20), "methods": ["query", "sharpen"]},
+    "train": {"steps": 3, "sources": [{"task": "sentence", "weights": {"base_kl": 1.0}}, {"task": "kv", "rows": 2}]},
+    "text": "ä \n two lines",
+    "small": 1e-05,
+    "flag": True,
+    "tasks": ["perplexity", {"task": "kv", "pairs": (2, 4)}],
+}
+
+
+def test_values_load_again() -> None:
+    long = {
+        ("locate", "pairs"): "word " * 100,
+        ("train", "sources", 1): "why",
+        ("train",): "x " * 200,
+        ("tasks", 0): "y",
+    }
+    for comments in ({}, {("locate", "pairs"): "a: #b"}, long):
+        text = commented_yaml(DATA, comments, ["head", ""])
+        assert load_yaml(text) == json.loads(json.dumps(DATA)) and max(map(len, text.splitlines())) <= 120
+
+
+def test_a_comment_stands_above_its_value() -> None:
+    lines = commented_yaml(DATA, {("locate", "filler"): "far", ("train", "sources", 1): "second"}).splitlines()
+    assert lines[lines.index("  # far") + 1] == "  filler: [0, 20]"
+    assert lines[lines.index("    # second") + 1] == "    - {task: kv, rows: 2}"

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, call
 
 import pytest
 
@@ -102,10 +101,8 @@ def test_every_step_counts_once_in_the_seconds_of_a_resumed_training(tmp_path: P
     staged = {"stages": [{**part, "name": name} for part, name in zip(parts, ("first", "second"), strict=True)]}
     for name, train, interrupted, steps in (
         ("train", whole, (), 4),
-        ("train", whole, (3,), 2),
         ("control", whole, (3,), 2),
         ("train", whole, (2, 3), 2),
-        ("train", whole, (1,), 4),
         ("train", staged, (3,), 2),
     ):
         folder = tmp_path / f"{name}{len(train)}{interrupted}"
@@ -113,13 +110,6 @@ def test_every_step_counts_once_in_the_seconds_of_a_resumed_training(tmp_path: P
             assert session(folder, name, after, **train) == (0, 0)
         found = session(folder, name, **train)
         assert found == (LOAD + 4 * STEP, LOAD + steps * STEP), (name, train, interrupted)
-
-
-def test_a_recipe_without_a_control_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reporter = Mock(seconds=0.0)
-    monkeypatch.setattr(f"{__name__}.StopsAfter", lambda after: reporter)
-    session(tmp_path, "control", steps=1, sources=[SOURCE], control=False)
-    assert reporter.method_calls == [call.note("control", "the recipe has none")]
 
 
 def test_skipped_rows_are_reported(tmp_path: Path) -> None:

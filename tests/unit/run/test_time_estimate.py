@@ -9,7 +9,6 @@ import pytest
 
 from surgery.commands.tables import print_plan
 from surgery.recipe import Recipe, check_recipe
-from surgery.run import time_estimate
 from surgery.run.dry_run import dry_run
 from surgery.run.machine import GIB, Machine, find_machine
 from tests.support.pico import pico_base, pico_tokenizer
@@ -55,9 +54,9 @@ def test_small_steps_are_timed(base: str, tmp_path: Path) -> None:
 def test_large_steps_and_other_machines_are_not_timed(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time_estimate, "_timed", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("surgery.run.dry_run._timed", lambda *_: pytest.fail("it ran"))
     assert dry_run(recipe(base, hardware={"count": 8}), tmp_path / "r")["time"] is None
-    monkeypatch.setattr(time_estimate, "_MOST_FLOPS", {"cpu": 1.0})
+    monkeypatch.setattr("surgery.run.dry_run._MOST_FLOPS", {"cpu": 1.0})
     assert dry_run(recipe(base), tmp_path / "r")["time"] is None
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from surgery.recipe import Recipe, check_recipe
-from surgery.run.watch import Watch
+from surgery.run.train_stages import Watch
 from surgery.train.optimizer import spliced_parameters
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
@@ -50,7 +50,7 @@ def test_held_out_accuracy_is_measured_every_so_often(monkeypatch: pytest.Monkey
         assert watch.model.training
         assert all(torch.equal(weights[name], tensor) for name, tensor in watch.model.state_dict().items())
     found = SimpleNamespace(correct=torch.arange(64) < 48)
-    monkeypatch.setattr("surgery.run.watch.answer_choices", lambda *given: found)
+    monkeypatch.setattr("surgery.run.train_stages.answer_choices", lambda *given: found)
     watch, seen = watched(check_every=1, steps=4, sources=[SOURCE])
     watch(1, [LOSSES])
     assert ", KV 0.75" in seen[0][1]

@@ -20,13 +20,13 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice, Train
 from surgery.splice.graft import splice_model
-from surgery.splice.inserted import check_inserts
+from surgery.splice.insertion import check_inserts
 from surgery.splice.plan import make_plan
 from surgery.train.training import train_model
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
-from tests.support.battery import assert_cache_is_as_large_as_said, logits
+from tests.support.battery import logits
 from tests.support.cases import each
-from tests.support.pico import pad, pico_family, pico_tokenizer, prompts, randomise, tokens
+from tests.support.pico import pico_family, pico_tokenizer, randomise, tokens
 
 SSM, ATTENTION = "linear_attention", "full_attention"
 SIDE = 32
@@ -137,28 +137,6 @@ class TestStock:
         assert torch.equal(logits(model, tokens(2, 30)), expected)
         with torch.enable_grad():  # what training stops are gradients alone
             assert torch.equal(model(tokens(2, 30), use_cache=False).logits, expected)
-
-    @every_form
-    def test_cached_padded_text_is_that_of_single_prompts(self, form: str) -> None:
-        model, rows = trained(form), [tokens(1, n, n)[0] for n in (5, 17, 11)]
-        ids, mask = pad(rows, "left")
-        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-        texts = model.generate(ids, attention_mask=mask, **options)
-        for index, row in enumerate(rows):
-            alone = model.generate(row[None], use_cache=False, **options)[0, -8:]
-            assert torch.equal(texts[index, -8:], alone)
-        assert_cache_is_as_large_as_said(model)
-
-    @every_form
-    def test_rows_are_the_attention_of_its_own_heads(self, form: str) -> None:
-        model, batch = copy.deepcopy(trained(form)), prompts()
-        model.set_attn_implementation("eager")
-        call = {"attention_mask": batch.attention_mask, "use_cache": False}
-        rows = model(batch.input_ids, splice_queries=batch.query, **call).splice_attentions
-        whole = model(batch.input_ids, output_attentions=True, **call).attentions
-        new = [whole[0], whole[2]]  # the second layer of attention is the base's
-        for found, weights, own in zip(rows, new, ([0], OWN), strict=True):
-            assert torch.allclose(found[:, :, 0], weights[:, own, -1], atol=1e-6)
 
     @every_form
     def test_the_plan_is_in_the_config(self, form: str) -> None:

@@ -97,33 +97,8 @@ class TestFirstStep:
             assert query.flatten(0, 1).abs().amax(-1).min() > 0
             assert not key.any()  # from the second step on
 
-    @every_spliced
-    def test_new_channels_depend_on_the_seed_and_the_layer(self, name: str) -> None:
-        torch.manual_seed(1)
-        one = branches(widened(name))
-        torch.manual_seed(2)
-        again, other = branches(widened(name)), branches(widened(name, seed=4))
-        drawn: list[list[float]] = []
-        for first, second, third in zip(one, again, other, strict=True):
-            weights = [b.qk_proj.weight if b.reads_streams else b.qkv_proj.weight for b in (first, second, third)]
-            assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-            key = first.new_channels(weights[0])[1]
-            assert float(key.detach().std()) == pytest.approx(key.shape[-1] ** -0.5, rel=0.4)
-            drawn.append(key.flatten()[:9].tolist())
-        assert drawn[0] != drawn[1], "layers differ"
-
 
 class TestAsAModel:
-    @every_spliced
-    def test_cache_and_generation_agree_with_the_forward(self, name: str) -> None:
-        model, ids = trained(name), tokens(2, 12)
-        with torch.no_grad():
-            first = model(input_ids=ids[:, :9], use_cache=True)
-            second = model(input_ids=ids[:, 9:], use_cache=True, cache=first.cache)
-        torch.testing.assert_close(second.logits, logits(model, ids)[:, 9:], atol=1e-4, rtol=1e-5)
-        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
-        assert torch.equal(text[:, 12:], logits(model, text)[:, 11:-1].argmax(-1))
-
     @every_spliced
     def test_saved_and_loaded(self, name: str, tmp_path: Path) -> None:
         model = trained(name)
@@ -156,35 +131,3 @@ def test_the_config_names_the_copied_channels_only_where_there_are_new_ones(name
         assert splice_field(plan, model.config, Splice(min_width=width)) == plain
     wide = splice_field(plan, model.config, Splice(min_width=state + 1))
     assert wide == [{**site, "qk_width": state + 1, "copied_width": state} for site in plain]
-
-
-def test_bfloat16() -> None:
-    model = copy.deepcopy(base("mamba2")).to(torch.bfloat16)
-    hybrid = splice_model(model, plan_of(model), Splice(min_width=WIDTH))
-    assert torch.equal(logits(hybrid, tokens()), logits(model, tokens()))
-
-
-def test_only_copies_of_ssm_heads_have_the_default_width() -> None:
-    teacher = {"init": "teacher", "teacher": {"model": "a/b"}}
-    for section in ({"init": "random"}, teacher, {"form": "block"}, {"form": "pair"}):
-        parsed = Splice.model_validate(section)
-        assert parsed.min_width is None
-        assert Splice.model_validate(parsed.model_dump(mode="json")) == parsed
-    assert Splice().min_width == 64 and Splice(min_width=None).min_width is None
-    random = splice_field(plan_of(base("mamba2"), init="random"), base("mamba2").config)
-    assert {site["qk_width"] for site in random} == {Splice().random_width}
-
-
-@each(
-    ("section", "words"),
-    [
-        ({"init": "random", "min_width": 32}, "`init: random` does not use `min_width`: set `random_width` instead"),
-        ({"init": "teacher", "teacher": {"model": "a/b"}, "min_width": 32}, "`init: teacher` does not use `min_width`"),
-        ({"min_width": 0}, "min_width"),
-        ({"min_width": 8.5}, "min_width"),
-        ({"min_width": True}, "min_width"),
-    ],
-)
-def test_wrong_values(section: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Splice.model_validate(section)

@@ -134,19 +134,6 @@ class TestStages:
             assert moved(weights(models[0]), models[2]) == set(), first
             assert moved(as_loaded, bases[0]) == moved(as_loaded, bases[2]) == set(), first
 
-    def test_where_a_stage_s_checkpoints_are_broken_the_stage_before_goes_on(self, tmp_path: Path) -> None:
-        """Without one, a stage cannot know what the stages before it have left."""
-        whole, again, seen = hybrid(), hybrid(), list[int]()
-        fit(whole, self.SECTION)
-        fit_until(4, hybrid(), self.SECTION, folder=tmp_path)
-        broken = checkpoints(tmp_path / "1-distil")
-        assert len(broken) == 2
-        for step in broken:
-            (step / "optimizer.pt").write_bytes(b"")
-        fit(again, self.SECTION, folder=tmp_path, on_step=lambda step, _: seen.append(step))
-        assert seen[0] == 2, "from the newest checkpoint of the stage before"
-        assert moved(weights(whole), again) == set()
-
     def test_later_stages_may_change_but_no_earlier_one_and_no_splice(self, tmp_path: Path) -> None:
         fit(hybrid(), self.SECTION.model_copy(update={"stages": self.SECTION.stages[:2]}), folder=tmp_path)
         grown, whole, seen = hybrid(), hybrid(), list[int]()

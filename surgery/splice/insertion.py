@@ -22,6 +22,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +30,7 @@ from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedConfig
 
 from surgery.errors import PlanError
 from surgery.models.config_checks import STEP_MIN
-from surgery.models.inserted import (
-    BASE_TYPE,
-    CHANNELS,
-    FIELD,
-    SIDE,
-    as_inserted,
-    head_slots,
-    own_channels,
-    side_channels,
-)
+from surgery.models.inserted import BASE_TYPE, FIELD, SIDE, as_inserted, head_slots, own_channels, side_channels
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Splice
 from surgery.recipe.splice import INSERTED_INITS, SIDE_CHANNELS
@@ -69,9 +61,8 @@ def check_inserts(config: PreTrainedConfig, splice: Splice | None = None, dtype:
         raise PlanError("base.model", config.model_type, hint)
     limit = tuple(float(x) for x in config.time_step_limit)
     if config.model_type == "mamba2" and limit != (0.0, math.inf):
-        raise PlanError(
-            "base.model time_step_limit", limit, f"Nemotron-H has no limits on dt, so only (0, inf) can be kept. {form}"
-        )
+        hint = f"Nemotron-H has no limits on dt, so only (0, inf) can be kept. {form}"
+        raise PlanError("base.model time_step_limit", limit, hint)
     if dtype not in (None, torch.float32):
         hint = "The hybrid rounds like the base in float32 only. Set base.dtype: float32. export.dtype may differ."
         raise PlanError("base.dtype", str(dtype).removeprefix("torch."), hint)
@@ -99,22 +90,14 @@ def _check_place(before: int | None, config: PreTrainedConfig, init: str) -> Non
         raise PlanError("splice.before", before, hint)
     layers = [spec.layer for spec in family_of(config).mixers(config) if spec.is_ssm]
     if init == "ssm" and before not in layers:
-        hint = (
-            f"init: ssm copies from the layer that follows, which must be an SSM layer: {', '.join(map(str, layers))}."
-        )
+        hint = f"init: ssm copies from the layer that follows, which must be an SSM layer: {str(layers)[1:-1]}."
         raise PlanError("splice.before", before, f"{hint} Set one of them, or splice.init: random.")
 
 
 def check_counts(counts: Mapping[int, int], config: PreTrainedConfig, field: str) -> None:
-    """Check that a block has room for its heads: those of the base's own attention layers.
+    """Raise PlanError if a layer has more heads than the base's own attention, which is all that a block has room for.
 
-    Args:
-        counts: number of heads by layer.
-        config: config of the base.
-        field: to name in the error.
-
-    Raises:
-        PlanError: there are more in one layer.
+    `field` is named in the error.
     """
     if _ATTENTION not in getattr(config, "layers_block_type", ()):
         return
@@ -145,12 +128,13 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
     hybrid.__dict__.pop("auto_map", None)  # names code that published checkpoints bring, and exports do not
     kinds: list[str] = []
     entries = []
+    width = hybrid.hidden_size
     for layer, kind in enumerate(hybrid.layers_block_type):
         for graft in plan.grafts:
             if graft.before != layer:
                 continue
             new = [_SSM, _ATTENTION] if graft.form == "pair" else [_ATTENTION]
-            entries.append({
+            entry: dict[str, Any] = {
                 "form": graft.form,
                 "init": graft.init,
                 "layers": list(range(len(kinds), len(kinds) + len(new))),
@@ -158,26 +142,22 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
                 "site": graft.site.layer,
                 "heads": list(graft.heads),
                 "reads": list(graft.reads),
-            })  # fmt: skip
+            }
+            side = SIDE_CHANNELS.get(graft.init, 0) if splice is None else splice.side_channels
+            if graft.form == "pair" and side:
+                entry["channels"] = [width, width + side]
+                width += side
+            entries.append(entry)
             kinds += new
         kinds.append(kind)
     if _ATTENTION not in hybrid.layers_block_type:
         hybrid.num_attention_heads = hybrid.num_key_value_heads = max(len(graft.heads) for graft in plan.grafts)
         hybrid.head_dim = (splice.head_dim if splice is not None else None) or HEAD_DIM
-    side = 0
-    for graft, entry in zip(plan.grafts, entries, strict=True):
-        if graft.form != "pair":
-            continue
-        own = SIDE_CHANNELS[graft.init] if splice is None else splice.side_channels or 0
-        if own:
-            first = hybrid.hidden_size + side
-            entry[CHANNELS] = [first, first + own]
-            side += own
+    if width > hybrid.hidden_size:
+        setattr(hybrid, SIDE, width - hybrid.hidden_size)
+    hybrid.hidden_size = width
     hybrid.layers_block_type = kinds
-    hybrid.hidden_size += side
     setattr(hybrid, FIELD, entries)
-    if side:
-        setattr(hybrid, SIDE, side)
     if config.model_type != "mamba2":
         setattr(hybrid, BASE_TYPE, config.model_type)
     hybrid._attn_implementation = "sdpa"
@@ -272,7 +252,7 @@ def insert_layers(model: PreTrainedModel, plan: Plan, splice: Splice | None = No
         _fill_attention(blocks[-1].mixer, graft, draw)
         if graft.form == "pair":
             gather, block = blocks
-            fill_gather(gather.mixer, block, graft, model, entry["before"], own_channels(entry, config), draw)
+            fill_gather(gather.mixer, block, graft, model, entry["before"], own_channels(entry), draw)
             gather.norm.weight.div_(_scale(config))
     hybrid.generation_config = copy.deepcopy(model.generation_config)
     return as_inserted(hybrid.to(device=model.device, dtype=model.dtype).eval())

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations import hub_kernels
 from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
 
 from surgery.hybrid.modeling_hybrid import KERNELS, TORCH_CHUNK, has_kernel, kernels_by_device
+from surgery.hybrid.modeling_mamba2_hybrid import Mamba2HybridMixer
 from surgery.models import torch_scans
 from surgery.models.torch_scans import choose_by_device, missing_kernel
 from tests.support.cases import each
@@ -106,6 +108,14 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_command(packages: C
     assert missing_kernel("causal_conv1d_fn") is None
 
 
+def test_the_choice_is_made_once() -> None:
+    before = {name: getattr(modeling_mamba2, name) for name in KERNELS if hasattr(modeling_mamba2, name)}
+    kernels_by_device(Mamba2HybridMixer)
+    assert len(before) == 5
+    for name, function in before.items():
+        assert getattr(modeling_mamba2, name) is function and hasattr(function, "has_kernel")
+
+
 def test_a_plain_model_and_one_without_a_hybrid_class_are_covered() -> None:
     files = {file.__name__ for file in choose_by_device(pico_family("falcon_h1"), pico_family("mamba"))}
     assert modeling_mamba.__name__ in files and hasattr(modeling_mamba.mamba_inner_fn, "has_kernel")
@@ -124,3 +134,23 @@ def test_the_published_chunk_changes_neither_bits_nor_memory(name: str) -> None:
         found.append(model(tokens(2, 50), use_cache=False).logits)
         assert getattr(model.config, field) == chunk
     assert torch.equal(*found)
+
+
+class FromHub(nn.Module):
+    """As a function that the package `kernels` has wrapped in a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        type(self).forward = lambda _, *given, **named: function(*given, **named)  # type: ignore[method-assign]
+
+
+@each("replaced", [False, True])
+def test_a_kernel_of_the_hub_runs_on_cuda_tensors_only(replaced: bool, packages: Callable[..., None]) -> None:
+    """`kernelize` sets the forward of the module that stands for the function."""
+    packages()
+    module = FromHub(wrapped(lambda x: "PyTorch"))
+    function = chosen("causal_conv1d_fn", print, module)
+    if replaced:
+        module.forward = (lambda _, x: "Hub").__get__(module)  # type: ignore[method-assign]
+    found = [function(x) for x in (torch.ones(2), torch.ones(2).as_subclass(OnCuda))]
+    assert found == ["PyTorch", "Hub" if replaced else "kernel"]

@@ -178,10 +178,12 @@ class TestBranch:
             outside[..., span] = 0
             assert not outside.any()
 
+    @each("init", ["ssm", "random", "teacher"])
     @each("mode", ["add", "replace"])
-    def test_positions_of_a_teachers_head_begin_again(self, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_kind_of_head(self, init: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with_kernels(monkeypatch)
-        assert_apart(exact(trained("mamba2", mode=mode, init="teacher")).train())
+        model = exact(trained("mamba2", mode=mode, init=init)).train()
+        assert_apart(model)
 
 
 class TestModels:
@@ -196,6 +198,17 @@ class TestModels:
         model = exact(trained(name), name).train()
         with torch_scans(model):
             assert_apart(model, name)
+
+    def test_rows_of_a_document_are_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_kernels(monkeypatch)
+        model, (ids, index) = exact(trained("mamba2")), packed(documents())
+        with torch.no_grad():
+            found = model(ids, seq_idx=index, splice_queries=torch.tensor([[12, 3, -1], [-1, 11, 17]]), use_cache=False)
+            for row, place, (start, stop), at in ((0, 0, (9, 16), 12), (1, 1, (11, 12), 11), (1, 2, (12, 18), 17)):
+                part, query = ids[row : row + 1, start:stop], torch.tensor([[at - start]])
+                single = model(part, splice_queries=query, use_cache=False).splice_attentions
+                for ours, theirs in zip(found.splice_attentions, single, strict=True):
+                    torch.testing.assert_close(ours[row, :, place, start:stop], theirs[0, :, 0], atol=1e-6, rtol=0)
 
 
 def ways(ids: Tensor, index: Tensor) -> dict[str, dict[str, Any]]:
@@ -226,6 +239,21 @@ class TestWithoutKernels:
                 assert found.cache is None and found.hidden_states[0].shape[:2] == ids.shape, way
                 for (row, span), theirs in zip(places(), expected, strict=True):
                     torch.testing.assert_close(found.logits[row, span], theirs, **close(name), msg=way)
+
+    def test_gradients_and_loss_are_those_of_the_documents(self, name: str) -> None:
+        model = copy.deepcopy(hybrid(name)).train().requires_grad_(True)
+        ids = torch.cat(documents()[0])[None]
+        positions = torch.cat([torch.arange(n) for n in LENGTHS[0]])[None]
+        model(
+            ids, position_ids=positions, labels=ids.where(positions > 0, -100), num_items_in_batch=T - 3
+        ).loss.backward()
+        packed_together = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        for part in documents()[0]:
+            model(part[None], labels=part[None], num_items_in_batch=T - 3).loss.backward()
+        for ours, parameter in zip(packed_together, model.parameters(), strict=True):
+            if parameter.grad is not None:
+                torch.testing.assert_close(ours, parameter.grad, atol=1e-4 * max(1, parameter.grad.abs().max()), rtol=0)
 
     def test_left_padding_and_decoding_mark_none(self, name: str) -> None:
         model, ids = hybrid(name), tokens(2, 12)
@@ -270,6 +298,15 @@ class TestMarks:
         parts = [{"x": unpacked.split(x_BTD, place_NL)} for place_NL, _ in unpacked.groups]
         assert torch.equal(unpacked.joined(parts)["x"], x_BTD)
 
+    def test_padding_marked_by_zeros_changes_no_document(self) -> None:
+        model, ids = exact(trained("mamba")), tokens(1, T)
+        positions = torch.cat([torch.arange(9), torch.arange(5), torch.zeros(7, dtype=torch.long)])[None]
+        with torch.no_grad():
+            found = model(ids, position_ids=positions, use_cache=False).logits
+            for begin, end in ((0, 9), (9, 14)):
+                expected = model(ids[:, begin:end], use_cache=False).logits
+                torch.testing.assert_close(found[:, begin:end], expected, **close())
+
     def test_a_mask_that_numbers_documents_is_refused(self) -> None:
         model, mask = trained("mamba2"), torch.tensor([[1] * 9 + [2] * 12])
         for bad in (mask, 2 * mask, -mask):
@@ -277,6 +314,15 @@ class TestMarks:
                 model(tokens(1, T), attention_mask=bad, use_cache=False)
         for good in ((mask > 1).long(), (mask > 1), (mask > 1).float()):
             model(tokens(1, T), attention_mask=good, use_cache=False)
+
+    def test_lengths_may_be_a_list(self) -> None:
+        model, ids = trained("mamba2"), tokens(1, T)
+        with torch.no_grad():
+            expected = model(ids, cu_seq_lens_q=torch.tensor([0, 9, T]), use_cache=False).logits
+            assert torch.equal(model(ids, cu_seq_lens_q=[0, 9, T], use_cache=False).logits, expected)
+        for bad in ([0, 9], [[0, T]], ["a"], 7):
+            with pytest.raises(ValueError, match=r"^cu_seq_lens_q: "):
+                model(ids, cu_seq_lens_q=bad, use_cache=False)
 
 
 def _plain_masks(config: Any, embeds: Tensor, positions: Tensor) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     StaticCache,
+    Trainer,
+    TrainingArguments,
 )
 
 import surgery.hybrid
@@ -91,17 +93,16 @@ def test_default_adapters_train_and_others_are_refused(name: str, monkeypatch: p
 @each("mode", ["add", "replace"])
 class TestReplacedModules:
     def test_adapters_are_the_same_when_merged(self, name: str, mode: str) -> None:
-        """LoRA on all projections of a spliced mixer: what it computes beside the weights and as part of them."""
-        config = LoraConfig(r=4, target_modules=projections(name, mode))
-        adapted = get_peft_model(copy.deepcopy(trained(name, mode)), config).eval()
-        added = {key: parameter for key, parameter in adapted.named_parameters() if "lora_B" in key}
-        adapted(tokens(), labels=tokens()).loss.backward()
-        assert [key for key, parameter in added.items() if not parameter.grad.any()] == [], "without an effect"
-        for number, parameter in enumerate(added.values()):
-            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.1
-        beside = logits(adapted, tokens())
-        merged = logits(adapted.merge_and_unload(), tokens())
-        torch.testing.assert_close(merged, beside, **CLOSE)
+        """LoRA on each projection of a spliced mixer: what it computes beside the weight and as part of it."""
+        for target in projections(name, mode):
+            adapted = get_peft_model(copy.deepcopy(trained(name, mode)), LoraConfig(r=4, target_modules=[target]))
+            for number, (key, parameter) in enumerate(adapted.named_parameters()):
+                if "lora_B" in key:
+                    parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.3
+            beside = logits(adapted.eval(), tokens())
+            merged = logits(adapted.merge_and_unload(), tokens())
+            torch.testing.assert_close(merged, beside, **CLOSE, msg=lambda text, t=target: f"{t}: {text}")
+            assert (beside - logits(trained(name, mode), tokens())).abs().max() > 0.1, target
 
     def test_other_modules_may_stand_in_the_place_of_projections(self, name: str, mode: str) -> None:
         """With a quantiser's modules as with their rounded weights; also copied, and with a cache."""
@@ -114,6 +115,15 @@ class TestReplacedModules:
         for model in (wrapped, copy.deepcopy(wrapped)):
             torch.testing.assert_close(logits(model, tokens()), expected, **CLOSE)
         torch.testing.assert_close(logits(wrapped, tokens(), use_cache=True), expected, **CLOSE)
+
+    def test_a_copy_of_a_projection_is_a_projection(self, name: str, mode: str) -> None:
+        """Its hooks do not bring the mixer along."""
+        model = trained(name, mode)
+        for site in family_of(model.config).sites(model.config):
+            mixer = mixer_of(model, site)
+            for part in (getattr(mixer, key) for key in ("out_proj", "x_proj") if hasattr(mixer, key)):
+                hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+                assert not any(isinstance(value, HybridMixerMixin) for hook in hooks for value in vars(hook).values())
 
     def test_nothing_reaches_a_replaced_head(self, name: str, mode: str) -> None:
         """Whatever stands at `out_proj`: it takes zeros from the silenced channels, and from those alone."""
@@ -135,6 +145,20 @@ class TestReplacedModules:
             heads = seen[spec.name].unflatten(-1, (-1, sites[spec.layer]["head_dim"])).abs().amax((0, 1, 3))
             silent = sites[spec.layer]["heads"] if mode == "replace" else []
             assert [h for h, most in enumerate(heads) if most == 0] == sorted(silent)
+
+
+@each("name", SPLICED_FAMILIES)
+class TestBuilding:
+    def test_gradient_checkpointing_of_the_config(self, name: str) -> None:
+        """As in the plain class: on in every block, and no longer in the config."""
+        found = []
+        for model in (base(name), trained(name)):
+            config = copy.deepcopy(model.config)
+            config.gradient_checkpointing = True
+            again = type(model)(config)
+            blocks = [m.gradient_checkpointing for m in again.modules() if hasattr(m, "gradient_checkpointing")]
+            found.append((again.is_gradient_checkpointing, all(blocks), hasattr(config, "gradient_checkpointing")))
+        assert found == [(True, True, False)] * 2
 
 
 @each("name", SPLICED_FAMILIES)
@@ -221,3 +245,19 @@ class TestSavingWithCode:
         assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
         assert type(AutoModel.from_pretrained(tmp_path)) is type(model.base_model)
         assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(model)
+
+
+def test_trainer_checkpoints_hold_the_code(tmp_path: Path) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in tokens(2, 9)]
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=1,
+        save_steps=1,
+        report_to=[],
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        disable_tqdm=True,
+    )
+    model = copy.deepcopy(trained("mamba2")).requires_grad_(True)
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert "modeling_mamba2_hybrid.py" in shipped_with(tmp_path / "checkpoint-1")

@@ -39,6 +39,11 @@ class Kind:
     filler: tuple[int, int] | None = None
     value_digits: tuple[int, int] | None = None
 
+    @property
+    def one_token(self) -> bool:
+        """Whether the base's tokenizer has one token for each value."""
+        return self.value_digits is None
+
     def documents(self, count: int, questions: int, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
         """Generate contexts, each with its questions."""
         sizes: dict[str, Any] = {"filler": self.filler, "value_digits": self.value_digits, "tokenizer": tokenizer}
@@ -67,8 +72,7 @@ class Answer(NamedTuple):
     Attributes:
         exact: the greedy text is the answer.
         first: its first token is the answer's.
-        ranked: the answer's first token has the highest logit among the first tokens of the choices. With values of
-            one token, this is the ranking of the choices.
+        ranked: the answer's first token has the highest logit among those of the choices. It ranks values of one token.
     """
 
     exact: bool

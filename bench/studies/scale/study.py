@@ -3,8 +3,9 @@
     python -m bench.studies.scale BASE --heads heads.json --folder runs/scale          run the arms without a result
     python -m bench.studies.scale BASE --heads heads.json --folder runs/scale --table  print the table of all results
 
-Each arm is trained alone and is one file in FOLDER/arms; an interrupted arm resumes from its checkpoint. The prompts
-have the keys of the evaluation split, which no training has. All numbers of a row are from the same prompts.
+Each arm is trained alone and is one file in FOLDER/arms, with its weights in FOLDER/models; an interrupted arm resumes
+from its checkpoint. The prompts have the keys of the evaluation split, which no training has. All numbers of a row are
+from the same prompts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import RUNS, finished, load, markdown_table, parser, quiet_on_one_thread, save
@@ -53,9 +55,10 @@ class Experiment:
         """Answers by kind of prompt, each a list of contexts with strings of `1` and `0` by question."""
         found: dict[str, Any] = {}
         for kind, contexts in measured(model, tokenizer, KINDS, self.contexts, self.questions):
+            columns = ("exact", "first", "ranked") if kind.one_token else ("exact", "first")
             found[kind.name] = {
                 column: ["".join("01"[getattr(answer, column)] for answer in answers) for answers in contexts]
-                for column in ("exact", "first", "ranked")
+                for column in columns
             }
         options = Options(half=1, tokenizer=tokenizer)
         facts = [PROBES["closed_book"].generate(rng_of("scale facts", i), "eval", options) for i in range(FACTS)]
@@ -83,6 +86,9 @@ class Experiment:
         )
         trained = time.process_time()
         model.eval()
+        weights = self.folder / "models" / arm.file.replace(".json", ".safetensors")
+        weights.parent.mkdir(parents=True, exist_ok=True)
+        save_file(dict(model.named_parameters()), weights)
         result = {"arm": asdict(arm), "measured": self.measure(model, tokenizer)}
         losses = sorted({name for row in history for name in row if "loss" in name or name in ("answer", "attention")})
         curve = {name: [round(float(row[name]), 4) for row in history if name in row] for name in losses}

@@ -41,8 +41,9 @@ class EncodedBatch:
       whitespace at their ends, since a text may have other tokens in another place (` 51`, `2` and `5`, `12`). A token
       that begins inside another one of the value is held by that one. Tokens that share a character (its bytes are
       split) correspond in their order. An answer's first token is held by the value's first, where heads are located.
-    - `read_segment_end`: the segment's last token for every i. A Gather head writes key and value there. No token
-      before it can hold both the whole value and the key that the query looks for.
+    - `read_segment_end`: for the last token of the value the segment's last token, where a Gather head writes key and
+      value; for those before it, as many tokens before that. A copied head reads there before any training: answer
+      token i one token after the value's token i, if the segment ends one token after the value (paper/SCALE.md).
 
     Both are -1 if no token of the value holds answer token i: the answer continues after the text of the value, or
     begins with another text. Then only its first token has gold positions.

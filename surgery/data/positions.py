@@ -19,7 +19,7 @@ class Positions(NamedTuple):
 
     Attributes:
         answer: first and last token of the answer.
-        reads: (query, segment end, token of the value) of each token of the answer.
+        reads: (query, place at the segment's end, token of the value) of each token of the answer.
         choices: tokens that each choice is scored by.
     """
 
@@ -85,6 +85,7 @@ def _positions(
     if first < last and tokens.ids[last] == end:
         stop = tokens.starts[last]
     held = _held(document.text, (start, stop), value if segment else None, tokens, range(first, last + 1))
+    last_held = max((at for _, at in held), default=-1)
     return Positions(
         query=first - 1,
         target=tokens.ids[first],
@@ -93,7 +94,7 @@ def _positions(
         answer_token=_covering(tokens, value[0])[0] if value else -1,
         gold=question.gold,
         answer=(first, last),
-        reads=[(token - 1, segment_end if place >= 0 else -1, place) for token, place in held if token],
+        reads=[(token - 1, segment_end - (last_held - at) if at >= 0 else -1, at) for token, at in held if token],
         choices=scored_by(question, document, tuple(tokens.ids[first : last + 1]), of_choice) if of_choice else (),
     )
 

@@ -17,7 +17,8 @@ from surgery.types import HeadSet, ScoredHead
 
 VERSION = 1  # raised when an arm's result changes for the same definition
 Form = Literal["none", "head", "block", "pair"]
-Mixture = Literal["hard", "answered", "told twice"]
+Trains = Literal["all", "new_heads", "lora"]
+Mixture = Literal["hard", "answered", "told twice", "digits"]
 RATES = {"lr": 5.0e-4, "new_heads_lr": 3.0e-3}
 QUESTIONS = 16
 
@@ -32,14 +33,14 @@ class Arm:
         heads: names of the spliced heads; the inserted forms go before the layer of the first.
         trains: as `train.trainable`.
         mixture: `hard` has prompts that the base fails, `answered` prompts that it answers, `told twice` the hard ones
-            with each dictionary in two wordings.
+            and dictionaries that are listed twice, `digits` short prompts with values of several tokens alone.
     """
 
     name: str
     form: Form = "none"
     init: Literal["ssm", "random"] = "ssm"
     heads: tuple[str, ...] = ()
-    trains: Literal["all", "new_heads", "lora"] = "all"
+    trains: Trains = "all"
     mixture: Mixture = "hard"
     steps: int = 100
     seed: int = 0
@@ -87,9 +88,14 @@ ANSWERED: tuple[dict[str, Any], ...] = (
     {**_LONG, "pairs": (16, 48), "filler": (0, 12), "rows": 6},
     {"task": "records", "questions": 8, "pairs": (4, 8), "rows": 1},
 )
+DIGITS: tuple[dict[str, Any], ...] = (
+    {"task": "records", "questions": 8, "pairs": (6, 16), "value_digits": _DIGITS, "rows": 4},
+    {**_LONG, "questions": 8, "pairs": (8, 24), "filler": (0, 8), "value_digits": _DIGITS, "rows": 2},
+)
 MIXTURES: dict[Mixture, tuple[dict[str, Any], ...]] = {
     "hard": HARD,
     "answered": ANSWERED,
+    "digits": DIGITS,
     "told twice": (*HARD, {"task": "kv_repeated", "pairs": (16, 48), "filler": (0, 20), "rows": 1}),
 }
 # What the base can do is to stay: facts and language.
@@ -128,6 +134,11 @@ def first_round(heads: HeadSet, steps: int) -> Iterator[Arm]:
     yield Arm("control, told twice", mixture="told twice", steps=steps)
     yield Arm(f"head {reader}, LoRA", "head", heads=(reader,), trains="lora", steps=steps)
     yield Arm("control, LoRA", trains="lora", steps=steps)
+    kinds: tuple[Trains, ...] = ("new_heads", "all")
+    for trains in kinds:
+        name = f"head {reader}, digits, {trains.replace('_', ' ')}"
+        yield Arm(name, "head", heads=(reader,), trains=trains, mixture="digits", steps=steps)
+    yield Arm("control, digits", mixture="digits", steps=steps)
     yield Arm(f"pair {reader}", "pair", "ssm", (reader,), steps=steps)
     for layer in layers:
         if by_layer[layer] != reader:

@@ -34,7 +34,7 @@ def looked_up(answer: str, value: str | None = None, after: str = "") -> Documen
 
 
 def reads(batch: EncodedBatch, row: int = 0) -> list[tuple[int, int, int]]:
-    """(query, end of the segment, token of the value) of the reads of a row."""
+    """(query, place at the end of the segment, token of the value) of the reads of a row."""
     columns = (getattr(batch, name)[row].tolist() for name in PAIRS)
     return [read for read in zip(*columns, strict=True) if read[0] >= 0]
 
@@ -43,8 +43,9 @@ def shown(document: Document, tokenizer: PreTrainedTokenizerFast) -> list[tuple[
     """(the token that a query has to predict, the token that it reads), as text."""
     batch = encode([document], tokenizer)
     text = [tokenizer.decode([i]) for i in batch.input_ids[0].tolist()]
-    ends = {end for _, end, place in reads(batch) if place >= 0}
-    assert ends <= {int(batch.segment_end[0, 0])} and all((e < 0) == (p < 0) for _, e, p in reads(batch))
+    held = [(end, place) for _, end, place in reads(batch) if place >= 0]
+    assert max(held)[0] == int(batch.segment_end[0, 0]) and len({end - place for end, place in held}) == 1
+    assert all((end < 0) == (place < 0) for _, end, place in reads(batch))
     return [(text[query + 1], text[place] if place >= 0 else "") for query, _, place in reads(batch)]
 
 
@@ -68,8 +69,8 @@ def test_reads_of_one_token_are_the_questions() -> None:
 def test_every_token_is_read_where_it_stands() -> None:
     batch = encode([looked_up("712")], byte_tokenizer())
     first, query = int(batch.answer_token[0, 0]), int(batch.query[0, 0])
-    end = int(batch.segment_end[0, 0])
-    assert reads(batch) == [(query + i, end, first + i) for i in range(3)] and end == first + 3
+    assert reads(batch) == [(query + i, first + i + 1, first + i) for i in range(3)]
+    assert int(batch.segment_end[0, 0]) == first + 3
 
 
 def test_other_tokens_in_the_segment() -> None:

@@ -51,7 +51,7 @@ def export_model(
         folder: new or empty. An earlier export in it is replaced. Any other folder is refused.
         section: the recipe's section `export`: format, precision, chat template. Its defaults if None.
         card: text of README.md.
-        plan, heads, recipe_yaml, results: stored as plan.json, heads.json, recipe.yaml and results.json.
+        plan: stored as plan.json; `heads` as heads.json, `recipe_yaml` as recipe.yaml, `results` as results.json.
         figures: folder of figures; its PNG files are stored under figures/.
         page: the run's `report.html`.
 

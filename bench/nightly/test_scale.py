@@ -1,17 +1,12 @@
-"""bench/studies/scale: the scan, the shared contexts and the arms."""
+"""bench/studies/scale: the shared contexts and the arms."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-from transformers.models.mamba2 import modeling_mamba2
 
 from bench.common import CHECKPOINTS, FAR, load
 from bench.studies.scale.arms import first_round, reading_head
 from bench.studies.scale.prompts import Context, Kind, answers
-from bench.studies.scale.scan import chunk_scan
 from bench.studies.scale.study import built
 from surgery.data.generation import answer_batches, generate_answers
 from surgery.files.atomic import read_json
@@ -19,29 +14,6 @@ from surgery.probes.documents import Document, Question
 from surgery.types import head_set_from_json
 
 HEADS = head_set_from_json(read_json(CHECKPOINTS / "quickstart" / "heads.json"))
-
-
-@pytest.mark.parametrize(("T", "groups", "continues"), [(50, 1, False), (130, 2, True)])
-def test_the_scan_and_its_gradients_are_those_of_transformers(T: int, groups: int, continues: bool) -> None:
-    torch.manual_seed(0)
-    x, dt = torch.randn(2, T, 4, 16, requires_grad=True), torch.randn(2, T, 4, requires_grad=True)
-    B, C = (torch.randn(2, T, groups, 8, requires_grad=True) for _ in range(2))
-    state = torch.randn(2, 4, 16, 8, requires_grad=True)
-    A, D, bias = -torch.rand(4), torch.randn(4), torch.rand(4)
-    options: dict[str, Any] = {
-        "D": D,
-        "dt_bias": bias,
-        "dt_softplus": True,
-        "return_final_states": True,
-        "chunk_size": 32,
-    }
-    results = []
-    for scan in (modeling_mamba2.mamba2_chunk_scan, chunk_scan):
-        y, last = scan(x, dt, A, B, C, initial_states=state if continues else None, **options)
-        loss = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + last.square().sum()
-        results.append((y, last, *torch.autograd.grad(loss, (x, dt, B, C))))
-    for theirs, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Kind("a", "kv_retrieval", 12, (0, 5)), Kind("b", "records", 4, None, (3, 3))])

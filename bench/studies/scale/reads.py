@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.common import RUNS, load, markdown_table, parser, quiet_on_one_thread
 from bench.studies.scale.arms import first_round
 from bench.studies.scale.prompts import KINDS, Kind
-from bench.studies.scale.scan import fast_scan
 from bench.studies.scale.study import built
 from surgery.data.encoding import encode
 from surgery.files.atomic import read_json
+from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document
 from surgery.types import head_set_from_json
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     weights = args.folder / "models" / arm.file.replace(".json", ".safetensors")
     model.load_state_dict(load_file(weights), strict=False)
     assert plan is not None
-    with fast_scan():
+    with torch_scans(model):
         print(table(model, tokenizer, KINDS, args.contexts, plan.grafts[0].reads[0]))
     return 0
 

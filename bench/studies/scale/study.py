@@ -25,10 +25,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.common import RUNS, finished, load, markdown_table, parser, quiet_on_one_thread, save
 from bench.studies.scale.arms import Arm, first_round
 from bench.studies.scale.prompts import KINDS, identity, measured, texts_of
-from bench.studies.scale.scan import fast_scan
 from surgery.data.ranking import answer_choices, perplexity
 from surgery.files.atomic import read_json
 from surgery.models.loading import revision_of
+from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import rng_of
 from surgery.probes.registry import PROBES, Options
 from surgery.recipe import Base
@@ -53,6 +53,10 @@ class Experiment:
 
     def measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Answers by kind of prompt, each a list of contexts with strings of `1` and `0` by question."""
+        with torch_scans(model):
+            return self._measured(model, tokenizer)
+
+    def _measured(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for kind, contexts in measured(model, tokenizer, KINDS, self.contexts, self.questions):
             columns = ("exact", "first", "ranked") if kind.one_token else ("exact", "first")
@@ -169,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif args.table:
         print("\n".join(table(args.folder)))
     else:
-        with fast_scan():
-            run(Experiment(args.base, heads, args.folder, args.contexts, args.questions), arms)
+        run(Experiment(args.base, heads, args.folder, args.contexts, args.questions), arms)
     return 0
 
 

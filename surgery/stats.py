@@ -60,6 +60,15 @@ def mcnemar(before_N: NDArray[np.bool_], after_N: NDArray[np.bool_]) -> float:
     return tail / 2**n
 
 
+def mean_is_positive(values_N: NDArray[np.float64]) -> float:
+    """One-sided t-test: p-value of the hypothesis that the mean is 0 or less. Equal values are certain: 0 or 1."""
+    from scipy.stats import ttest_1samp  # slow to import
+
+    if np.ptp(values_N) == 0:
+        return float(values_N[0] <= 0)
+    return float(ttest_1samp(values_N, 0.0, alternative="greater").pvalue)
+
+
 def at_least(successes: int, n: int, p: float) -> float:
     """Probability of so many successes or more in `n` independent trials that succeed with probability `p`, below 1."""
     if p == 0:

@@ -237,4 +237,4 @@ def _choice_scores(
         return ranked(model, query_batches(chunk, tokenizer, len(chunk)))
     column_B = batch.of_last_question(batch.query) - (batch.input_ids.shape[1] - logits_BNV.shape[1])
     scores = choice_scores(logits_BNV[torch.arange(len(chunk), device=column_B.device), column_B], batch)
-    return ChoiceScores(scores.correct.cpu(), scores.margin.cpu())
+    return ChoiceScores(*(values.cpu() for values in scores))

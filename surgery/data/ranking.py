@@ -29,10 +29,13 @@ class ChoiceScores(NamedTuple):
         correct: (B,) bool: the gold choice has the highest likelihood.
         margin: (B,) log-likelihood of the gold choice minus that of the best other; for choices of one token, the
             difference of their logits.
+        lead: (B,) the same minus the mean of the others. Where answers are guesses its mean is 0, and no change of the
+            model moves it on average; the best other moves with the spread of the scores.
     """
 
     correct: Tensor
     margin: Tensor
+    lead: Tensor
 
 
 def choice_scores(logits_BV: Tensor, batch: EncodedBatch) -> ChoiceScores:
@@ -59,7 +62,9 @@ def compared(scores_BK: Tensor, gold_B: Tensor) -> ChoiceScores:
     gold_scores_B = scores_BK.gather(1, gold_B[:, None])[:, 0]
     others_B = scores_BK.scatter(1, gold_B[:, None], -math.inf).amax(1)
     margin = gold_scores_B - others_B
-    return ChoiceScores(margin > 0, margin)
+    exists_BK = (scores_BK > -math.inf).scatter(1, gold_B[:, None], False)
+    mean_B = scores_BK.where(exists_BK, 0).sum(1) / exists_BK.sum(1)
+    return ChoiceScores(margin > 0, margin, gold_scores_B - mean_B)
 
 
 def answer_choices(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,10 +85,12 @@ class PromptBatches:
         """(B,T) tokens of a batch with other answers in the context; None without (`counterfactuals`)."""
         return None if self._counterfactuals is None else self._counterfactuals[index].to(self.model.device)
 
-    def clean(self) -> list[Record]:
-        """Score the clean model on every prompt, in one plain pass."""
+    def clean(self, least: int | None = None) -> list[Record]:
+        """Score the clean model in one plain pass, on the first batches with at least so many prompts or on all."""
+        ends = np.cumsum([len(batch) for batch in self.batches])
+        count = len(self) if least is None else min(int(np.searchsorted(ends, least)) + 1, len(self))
         with self.gathered() as records:
-            for index in self._share(range(len(self))):
+            for index in self._share(range(count)):
                 batch = self.batches[index]
                 records[index] = Record(index, plain(ranked(self.model, [batch])))
                 self._passes_by_batch[index] = float(len(batch))

@@ -30,6 +30,7 @@ from surgery.types import HeadSet, MixerSpec, ScoredGroup, ScoredHead, better_re
 
 Progress = Callable[[int, int], None]
 
+_FIRST = 32  # prompts that are answered before anything is measured
 _FEW_PAIRS = 4  # fewer would not help: with 2 pairs, every second guess is right
 _WAYS_ON = (
     "It cannot retrieve even from so few pairs. Set locate.task to a text that it answers (`surgery init` tries six), "
@@ -92,9 +93,15 @@ def locate_heads(
             if note is not None:
                 note(str(locate_memory(prompts)))
             tick = _ticker(section, splice, len(prompts), sum(spec.num_heads for spec in sites), progress)
-            if splice.select in RANKINGS and not any_accuracy:
-                check_clean(Table(prompts.clean()), section, prompts.chance)
+            checks = splice.select in RANKINGS and not any_accuracy
+            if checks:  # early, and on a few prompts if these show no fault
+                try:
+                    check_clean(Table(prompts.clean(_FIRST)), section, prompts.chance)
+                except ProbeError:
+                    check_clean(Table(prompts.clean()), section, prompts.chance)
             table, alive = measure_heads(prompts, specs, sites, splice, tick)
+            if checks:
+                check_clean(table, section, prompts.chance)
             check_moved(table, splice.select)
             heads, groups = _scored(table, alive, specs, section.layers, seed)
             heads, chosen, trained_cost = train_candidates(prompts, heads, sites, splice, seed, tick)
@@ -210,8 +217,11 @@ def check_clean(table: Table, section: Locate, chance: float) -> None:
     easier = fewer if section.pairs > _FEW_PAIRS else _WAYS_ON
     if section.data is not None:
         field, what, easier, harder = (
-            "locate.data", section.data.path, "Use questions that it answers.", "Use harder questions."
-        )  # fmt: skip
+            "locate.data",
+            section.data.path,
+            "Use questions that it answers.",
+            "Use harder questions.",
+        )
     value = f"{what} (clean accuracy {accuracy.value:.2f})"
     if accuracy.low <= chance:
         raise ProbeError(field, value, f"The base is at chance, so all heads look alike. {easier}")

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from surgery.data.ranking import ChoiceScores
 from surgery.recipe.methods import all_columns
-from surgery.stats import bootstrap_mean, holm, mcnemar
+from surgery.stats import bootstrap_mean, holm, mean_is_positive
 from surgery.types import Interval, Role
 
 Array = NDArray[np.float64]
 _LEVEL = 0.05  # family-wise, over both role tests of all heads
+_SHARE = 0.05  # of the lead, which a head with a role carries at least. With 256 prompts every fifth head loses some
 
 
 @dataclass
@@ -29,8 +30,8 @@ class Record:
 
     Attributes:
         index: index of the batch.
-        clean: (2,B) margins of the clean model, and 1 or 0 for right or wrong.
-        columns: column -> (C,2,B), the same for the changed models.
+        clean: (3,B) margins of the clean model, 1 or 0 for right or wrong, and leads.
+        columns: column -> (C,3,B), the same for the changed models.
         estimates: column -> (C,B), numbers in the column's own unit.
     """
 
@@ -41,8 +42,8 @@ class Record:
 
 
 def plain(scores: ChoiceScores) -> Array:
-    """(2,B) margins, and 1 or 0 for right or wrong."""
-    return np.stack([scores.margin.double().cpu().numpy(), scores.correct.double().cpu().numpy()])
+    """(3,B) margins, 1 or 0 for right or wrong, and leads."""
+    return np.stack([values.double().cpu().numpy() for values in (scores.margin, scores.correct, scores.lead)])
 
 
 class Table:
@@ -76,6 +77,14 @@ class Table:
     def correct(self, column: str) -> Array:
         """(C,N) 1 if the changed model is right, 0 if it is wrong, NaN if it was not measured."""
         return np.concatenate([r.columns[column][:, 1] for r in self._records], axis=1)
+
+    def clean_lead(self) -> Array:
+        """(N,) leads of the clean model, in logits."""
+        return np.concatenate([r.clean[2] for r in self._records])
+
+    def lead(self, column: str) -> Array:
+        """(C,N) leads of the changed models, in logits."""
+        return np.concatenate([r.columns[column][:, 2] for r in self._records], axis=1)
 
     def estimate(self, column: str) -> Array:
         """(C,N) estimates, in the column's own unit."""
@@ -120,17 +129,19 @@ def scores_of(table: Table, seed: int) -> dict[str, list[Interval]]:
 def roles_of(table: Table, alive: Sequence[int], heads: int) -> list[Role]:
     """Test which heads are Gather heads (needed in the context) and Aggregate heads (needed at the query).
 
-    Each head and position gets an exact McNemar test on the answers that its ablation loses. Holm's correction covers
-    all of them together: in a model that does not retrieve, the probability that any head gets a role is at most 0.05.
-    Heads that a search dropped (not `alive`) count as tests but are `unmeasured`, as all are if neither position was
-    measured. `heads` is their number; they are the first items.
+    Each head and position gets a one-sided t-test that its ablation loses more than a twentieth of the right answer's
+    lead (`ChoiceScores.lead`). Holm's correction covers all of them together: in a model that does not retrieve, the
+    probability that any head gets a role is at most 0.05. Answers would be too coarse: where many heads retrieve, each
+    one alone decides few of them. Heads that a search dropped (not `alive`) count as tests but are `unmeasured`, as all
+    are if neither position was measured. `heads` is their number; they are the first items.
     """
-    right, tested = table.clean_correct(), {i for i in alive if i < heads}
+    tested = {i for i in alive if i < heads}
     roles: dict[str, Role] = {"context": "gather", "query": "aggregate"}
     tests = [(role, i, column) for column, role in roles.items() if column in table.columns for i in range(heads)]
     if not tests:
         return ["unmeasured"] * heads
-    p_values = [mcnemar(right, table.correct(column)[i] > 0) if i in tested else 1.0 for _, i, column in tests]
+    most = (1 - _SHARE) * table.clean_lead()
+    p_values = [mean_is_positive(most - table.lead(column)[i]) if i in tested else 1.0 for _, i, column in tests]
     passed = {(role, i) for (role, i, _), is_rejected in zip(tests, holm(p_values, _LEVEL), strict=True) if is_rejected}
 
     def role_of(head: int) -> Role:

@@ -87,8 +87,12 @@ class Sweep(Section):
 
     @model_validator(mode="after")
     def _fields_have_a_meaning(self) -> Sweep:
-        takes = {"prune": (), "drop_one": ("layers",), "disable_one": ("layers", "heads", "top"),
-                 "swap_one": ("with_block",)}[self.kind]  # fmt: skip
+        takes = {
+            "prune": (),
+            "drop_one": ("layers",),
+            "disable_one": ("layers", "heads", "top"),
+            "swap_one": ("with_block",),
+        }[self.kind]
         for name in ("layers", "heads", "top", "with_block"):
             if getattr(self, name) and name not in takes:
                 raise ValueError(f"{self.kind} does not use `{name}`: remove it")

@@ -173,10 +173,14 @@ def measurements_of(results: Mapping[str, Any], recipe: Recipe) -> dict[str, Any
         rows.append([label_of(place, first), *map(cell_of, found), str(first.get("n", "")), *p_value])
     name = "control" if "no_splice" in arms else "model before training"
     last = [f"p, against the {name}"] if tests else []
-    return {"columns": ["", *(arm_label(arm, recipe) for arm in arms), "prompts", *last], "rows": rows,
-            "repeats": table.repeats, "at_chance": ", ".join(table.at_chance),
-            "skipped": [f"{task}: {reason}" for task, reason in skipped_of_lm_eval(arms).items()],
-            "against": name if tests else ""}  # fmt: skip
+    return {
+        "columns": ["", *(arm_label(arm, recipe) for arm in arms), "prompts", *last],
+        "rows": rows,
+        "repeats": table.repeats,
+        "at_chance": ", ".join(table.at_chance),
+        "skipped": [f"{task}: {reason}" for task, reason in skipped_of_lm_eval(arms).items()],
+        "against": name if tests else "",
+    }
 
 
 def p_value_of(test: Mapping[str, Any] | None) -> str:

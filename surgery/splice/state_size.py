@@ -220,8 +220,13 @@ def _channel_effects(
     x_BTHP = (streams.x * mask_BT[..., None, None]).to(wide)  # streams are valid at real tokens only
     key, query = streams.key.to(wide), streams.query.to(wide)
     # With a product C.B of 1, hidden attention is the decay times the step.
-    one = replace(streams, x=x_BTHP, key=torch.full_like(key, 1 / spec.state_size), query=torch.ones_like(query),
-                  step=streams.step.to(wide))  # fmt: skip
+    one = replace(
+        streams,
+        x=x_BTHP,
+        key=torch.full_like(key, 1 / spec.state_size),
+        query=torch.ones_like(query),
+        step=streams.step.to(wide),
+    )
     decay_BHTS = structure.hidden_attention(mixer, spec, one)
     weights_BHTS = decay_BHTS * torch.einsum("bthp,bshp->bhts", gradient_BTHP, x_BTHP)
     weights_BGTS = weights_BHTS.unflatten(1, (spec.num_groups, -1)).sum(2)

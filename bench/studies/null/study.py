@@ -51,8 +51,11 @@ def redrawn(seed: int, examples: int) -> list[Role]:
     """Roles of 16 simulated heads whose ablation redraws all answers. This case needs the correction most."""
     right = np.random.default_rng(seed).random((2, 16, examples)) < 1 / 5
     clean = np.random.default_rng((seed, 1)).random(examples) < 1 / 5
-    columns = {name: np.stack([right[i] * 2.0 - 1, right[i]], 1) for i, name in enumerate(("query", "context"))}
-    table = Table([Record(0, np.stack([clean * 2.0 - 1, clean]), columns)])
+    lead, after = clean - 1 / 5, right - 1 / 5
+    columns = {
+        name: np.stack([right[i] * 2.0 - 1, right[i], after[i]], 1) for i, name in enumerate(("query", "context"))
+    }
+    table = Table([Record(0, np.stack([clean * 2.0 - 1, clean, lead]), columns)])
     return roles_of(table, range(16), 16)
 
 

@@ -6,7 +6,7 @@ same arms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +15,12 @@ from surgery.files.atomic import fingerprint
 from surgery.recipe import Splice, Train
 from surgery.types import HeadSet, ScoredHead
 
-VERSION = 1  # raised when an arm's result changes for the same definition
+VERSION = 2  # raised when an arm's result changes for the same definition
 Form = Literal["none", "head", "block", "pair"]
 Trains = Literal["all", "new_heads", "lora"]
-Mixture = Literal["hard", "answered", "told twice", "digits"]
-RATES = {"lr": 5.0e-4, "new_heads_lr": 3.0e-3}
+Mixture = Literal["hard", "dense", "answered", "told twice", "digits"]
 QUESTIONS = 16
+MICRO_BATCH = 3  # documents a pass: all weights train in 7 GB
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class Arm:
         init: of the branch. With `form: head`, `ssm` copies the SSM head and `random` has random projections.
         heads: names of the spliced heads; the inserted forms go before the layer of the first.
         trains: as `train.trainable`.
-        mixture: `hard` has prompts that the base fails, `answered` prompts that it answers, `told twice` the hard ones
-            and dictionaries that are listed twice, `digits` short prompts with values of several tokens alone.
+        after: name of the arm with whose weights it begins.
+        mixture: `hard` has prompts that the base fails, `dense` the same with more questions each, `answered` prompts
+            that it answers, `told twice` the hard ones and dictionaries that are listed twice, `digits` short prompts
+            with values of several tokens alone.
     """
 
     name: str
@@ -41,9 +43,12 @@ class Arm:
     init: Literal["ssm", "random"] = "ssm"
     heads: tuple[str, ...] = ()
     trains: Trains = "all"
-    mixture: Mixture = "hard"
+    mixture: Mixture = "dense"
     steps: int = 100
     seed: int = 0
+    lr: float = 3.0e-4
+    new_heads_lr: float = 3.0e-3
+    after: str = ""
 
     @property
     def file(self) -> str:
@@ -71,7 +76,8 @@ class Arm:
                 "steps": self.steps,
                 "trainable": self.trains,
                 "sources": [*sources, *KEPT, *([] if texts is None else [_prose(texts)])],
-                "optimizer": {**RATES, "warmup": 10},
+                "optimizer": {"lr": self.lr, "new_heads_lr": self.new_heads_lr, "warmup": 10},
+                "micro_batch": MICRO_BATCH,
             }
         )
 
@@ -92,8 +98,16 @@ DIGITS: tuple[dict[str, Any], ...] = (
     {"task": "records", "questions": 8, "pairs": (6, 16), "value_digits": _DIGITS, "rows": 4},
     {**_LONG, "questions": 8, "pairs": (8, 24), "filler": (0, 8), "value_digits": _DIGITS, "rows": 2},
 )
+# Many questions about each context: a read costs little beside the context.
+DENSE: tuple[dict[str, Any], ...] = (
+    {**_LONG, "pairs": (48, 100), "filler": (0, 20), "questions": 48, "rows": 2},
+    {**_LONG, "pairs": (24, 48), "filler": (20, 60), "questions": 24, "rows": 1},
+    {**_LONG, "pairs": (16, 40), "filler": (0, 20), "value_digits": _DIGITS, "questions": 16, "rows": 1},
+    {"task": "records", "questions": 16, "pairs": (16, 24), "value_digits": _DIGITS, "rows": 1},
+)
 MIXTURES: dict[Mixture, tuple[dict[str, Any], ...]] = {
     "hard": HARD,
+    "dense": DENSE,
     "answered": ANSWERED,
     "digits": DIGITS,
     "told twice": (*HARD, {"task": "kv_repeated", "pairs": (16, 48), "filler": (0, 20), "rows": 1}),
@@ -116,36 +130,34 @@ def ranked(heads: HeadSet, by: str = "patching") -> list[ScoredHead]:
 
 
 def first_round(heads: HeadSet, steps: int) -> Iterator[Arm]:
-    """Arms with one seed: the controls, each form at each layer that reads, and one to eight heads."""
-    best = ranked(heads)
-    by_layer: dict[int, str] = {}
-    for head in best:
-        by_layer.setdefault(head.head.layer, str(head.head))
-    layers = [layer for layer in by_layer if 1 <= layer <= 5][:5]
-    yield Arm("control", steps=steps)
-    first = [str(head.head) for head in best]
+    """Arms with one seed: the controls, one to eight heads, and each form at each layer that reads."""
+    best = [str(head.head) for head in ranked(heads)]
     reader = reading_head(heads)
-    yield Arm(f"head {reader}", "head", heads=(reader,), steps=steps)
-    yield Arm(f"block {reader}", "block", "random", (reader,), steps=steps)
-    yield Arm(f"head {reader}, new heads only", "head", heads=(reader,), trains="new_heads", steps=steps)
-    yield Arm(f"head {reader}, random", "head", "random", (reader,), steps=steps)
-    yield Arm(f"head {reader}, answered prompts", "head", heads=(reader,), mixture="answered", steps=steps)
-    yield Arm("control, answered prompts", mixture="answered", steps=steps)
-    yield Arm("control, told twice", mixture="told twice", steps=steps)
-    yield Arm(f"head {reader}, LoRA", "head", heads=(reader,), trains="lora", steps=steps)
+    by_layer: dict[int, str] = {}
+    for head in ranked(heads):
+        by_layer.setdefault(head.head.layer, str(head.head))
+
+    def frozen(name: str, form: Form, names: Sequence[str], **fields: Any) -> Arm:
+        return Arm(name, form, heads=tuple(names), trains="new_heads", steps=steps, **fields)
+
+    mixtures: tuple[Mixture, ...] = ("hard", "answered", "told twice", "digits")
+    yield Arm("control", steps=steps)
+    yield Arm("control, again", steps=steps, seed=1, after="control")
     yield Arm("control, LoRA", trains="lora", steps=steps)
-    kinds: tuple[Trains, ...] = ("new_heads", "all")
-    for trains in kinds:
-        name = f"head {reader}, digits, {trains.replace('_', ' ')}"
-        yield Arm(name, "head", heads=(reader,), trains=trains, mixture="digits", steps=steps)
-    yield Arm("control, digits", mixture="digits", steps=steps)
-    yield Arm(f"pair {reader}", "pair", "ssm", (reader,), steps=steps)
-    for layer in layers:
-        if by_layer[layer] != reader:
-            yield Arm(f"head {by_layer[layer]}", "head", heads=(by_layer[layer],), steps=steps)
-            yield Arm(f"block {by_layer[layer]}", "block", "random", (by_layer[layer],), steps=steps)
+    for mixture in mixtures:
+        yield Arm(f"control, {mixture}", mixture=mixture, steps=steps)
+        yield frozen(f"head {reader}, {mixture}", "head", [reader], mixture=mixture)
     for k in (2, 4, 8):
-        yield Arm(f"{k} heads", "head", heads=tuple(first[:k]), steps=steps)
+        yield frozen(f"{k} heads", "head", best[:k])
+        yield Arm(f"{k} heads, then all", "head", heads=tuple(best[:k]), steps=steps, seed=1, after=f"{k} heads")
+    yield Arm(f"head {reader}, all", "head", heads=(reader,), steps=steps)
+    yield Arm(f"head {reader}, LoRA", "head", heads=(reader,), trains="lora", steps=steps)
+    yield frozen(f"head {reader}, random", "head", [reader], init="random")
+    yield frozen(f"pair {reader}", "pair", [reader])
+    for layer in [layer for layer in by_layer if 1 <= layer <= 5][:5]:
+        name = reader if layer == int(reader[1:].split("H")[0]) else by_layer[layer]
+        yield frozen(f"head {name}", "head", [name])
+        yield frozen(f"block {name}", "block", [name], init="random")
 
 
 def reading_head(heads: HeadSet) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import RUNS, finished, load, markdown_table, parser, quiet_on_one_thread, save
@@ -72,10 +72,16 @@ class Experiment:
             found["perplexity"] = perplexity(model, tokenizer, texts_of(text, TEXTS), 4)
         return found
 
+    def weights(self, arm: Arm) -> Path:
+        """File of an arm's trained weights."""
+        return self.folder / "models" / arm.file.replace(".json", ".safetensors")
+
     def run_arm(self, arm: Arm, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Train and measure."""
         began = time.process_time()
         model, plan = built(arm, base, self.heads)
+        if arm.after:
+            model.load_state_dict(load_file(self.weights(replace(arm, name=arm.after, seed=0))), strict=False)
         texts = self.base / "train_text_sample.jsonl"
         history = train_model(
             model,
@@ -90,7 +96,7 @@ class Experiment:
         )
         trained = time.process_time()
         model.eval()
-        weights = self.folder / "models" / arm.file.replace(".json", ".safetensors")
+        weights = self.weights(arm)
         weights.parent.mkdir(parents=True, exist_ok=True)
         save_file(dict(model.named_parameters()), weights)
         result = {"arm": asdict(arm), "measured": self.measure(model, tokenizer)}

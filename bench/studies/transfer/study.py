@@ -94,7 +94,7 @@ def sharpened(
 
 
 def _joined(parts: Sequence[ChoiceScores]) -> ChoiceScores:
-    return ChoiceScores(torch.cat([p.correct for p in parts]).cpu(), torch.cat([p.margin for p in parts]).cpu())
+    return ChoiceScores(*(torch.cat(values).cpu() for values in zip(*parts, strict=True)))
 
 
 def _accuracy(correct: torch.Tensor) -> Interval:

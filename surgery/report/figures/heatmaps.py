@@ -196,8 +196,16 @@ def _write_names(axes: Axes, layout: _Layout) -> None:
         halo = [withStroke(linewidth=1.6, foreground="white")]
         for s in layout.heads.heads:
             if s.role in _LETTERS:
-                axes.text(s.head.head, layout.rows[s.head.mixer], _LETTERS[s.role], size=5.5, weight="bold",
-                          ha="center", va="center", path_effects=halo)  # fmt: skip
+                axes.text(
+                    s.head.head,
+                    layout.rows[s.head.mixer],
+                    _LETTERS[s.role],
+                    size=5.5,
+                    weight="bold",
+                    ha="center",
+                    va="center",
+                    path_effects=halo,
+                )
     ends = [(str(s.head), s.head.head, layout.rows[s.head.mixer], INK) for s in layout.heads.chosen]
     label_ends(axes, ends, gap=0.14 / (len(layout.rows) * layout.cell[1]))
 

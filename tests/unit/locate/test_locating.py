@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import t
 
 from surgery.errors import ModelError, PlanError, ProbeError, RecipeError, RunError
 from surgery.locate.locating import locate_heads
@@ -52,7 +53,7 @@ def table_of(**columns: Any) -> Table:
             c: np.stack([np.broadcast_to(np.asarray(x, float), 16)[8 * index :][:8] for x in v])
             for c, v in columns.items()
         }
-        records.append(Record(index, np.ones((2, 8)), {c: np.stack([2 * r - 1, r], 1) for c, r in rows.items()}))
+        records.append(Record(index, np.ones((3, 8)), {c: np.stack([2 * r - 1, r, r], 1) for c, r in rows.items()}))
     return Table(records)
 
 
@@ -98,6 +99,21 @@ class TestRole:
         """Answers lost at the query, in the context, at both, at neither."""
         roles = roles_of(table_of(query=[0, 1, 0, 1], context=[1, 0, 0, 1]), range(4), 4)
         assert roles == ["aggregate", "gather", "both", "neither"]
+
+    def test_both_positions_count_as_tests(self) -> None:
+        """One head of 16 with p between 0.05 / 32 and 0.05 / 16: called if the query alone was measured."""
+        noise = np.random.default_rng(0).normal(size=20)
+        lost = (noise - noise.mean()) / noise.std(ddof=1) + t.isf(0.05 / 24, 19) / 20**0.5
+        column = np.zeros((16, 3, 20))
+        column[7, 2] = -lost
+        for columns, role in ((("query",), "aggregate"), (("query", "context"), "neither")):
+            table = Table([Record(0, np.zeros((3, 20)), dict.fromkeys(columns, column))])
+            assert roles_of(table, range(16), 16)[7] == role
+
+    def test_a_small_share_of_the_lead_is_no_role(self) -> None:
+        clean, small, large = (np.full((3, 20), lead) for lead in (10.0, 9.6, 9.4))
+        table = Table([Record(0, clean, {"query": np.stack([small, large])})])
+        assert roles_of(table, range(2), 2) == ["neither", "aggregate"]
 
     def test_what_was_not_measured_is_not_called(self) -> None:
         lost = {"query": [0, 1, 1], "context": [1, 0, 1]}

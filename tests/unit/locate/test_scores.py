@@ -10,8 +10,9 @@ from surgery.stats import bootstrap_mean
 
 
 def record(index: int, margins: list[float]) -> Record:
-    column = np.array([[[m - 1.0 for m in margins], [1.0] * len(margins)], [[np.nan] * len(margins)] * 2])
-    clean = np.array([margins, [float(m > 0) for m in margins]])
+    one = [1.0] * len(margins)
+    column = np.array([[[m - 1.0 for m in margins], one, one], [[np.nan] * len(margins)] * 3])
+    clean = np.array([margins, [float(m > 0) for m in margins], one])
     return Record(index, clean, {"query": column, "segment_end": column}, {"attribution": column[:, 0]})
 
 

@@ -33,9 +33,9 @@ _PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pa
 Place = tuple[str | int, ...]  # of a value, such as `("train", "sources", 0)`
 _WIDTH = 116  # of a comment
 _MOST = 3  # accuracies to list in a comment
-# Steps by weights: for small bases as measured here (docs/your-model.md), otherwise of the shipped recipes.
-_STEPS = ((SMALL, 500), (1_000_000_000, 400), (float("inf"), 800))
-_STEPS_OF_NEW_HEADS = 400
+# Of small bases, of others, and of others on a CPU: the first was measured (docs/your-model.md).
+_STEPS, _STEPS_OF_NEW_HEADS, _STEPS_ON_A_CPU = 500, 400, 100
+_SPREAD = f"From {SMALL // 10**6} million weights on"  # one base was measured, of 24 million (paper/SCALE.md)
 
 
 class _Draft:
@@ -179,22 +179,22 @@ def _splice(draft: _Draft, found: Findings) -> None:
     if width >= _WIDE:
         why = f"A state of {width} channels: wider copies gained nothing from {_WIDE} on, where that was measured."
         draft.set("splice.min_width", None, why)
-    why = "One head to begin with. Compare: surgery sweep THIS_FILE splice.num_heads=0,1,2,4"
-    draft.set("splice.num_heads", 1, why)
+    why, count = "One head to begin with.", 1
+    if found.share is not None and not found.is_small:
+        why, count = f"{_SPREAD}: retrieval is spread over several heads.", min(4, found.heads)
+    draft.set("splice.num_heads", count, f"{why} Compare: surgery sweep THIS_FILE splice.num_heads=0,1,2,4")
 
 
 def _train(draft: _Draft, found: Findings) -> None:
-    steps, why = next(steps for size, steps in _STEPS if found.parameters <= size), "of the recipes for this size"
-    if found.is_large:
-        steps = _STEPS_OF_NEW_HEADS
     slow = not found.is_small and not found.machine.on_gpu
-    if slow:
-        steps, why = min(steps, 100), "as on CPUs, where steps are slow"
-    elif found.is_small:
-        why = "that the shipped bases needed"
+    steps, why = _STEPS, "that the shipped bases needed"
+    if not found.is_small:
+        steps, why = (
+            (_STEPS_ON_A_CPU, "as on CPUs, where steps are slow") if slow else (_STEPS_OF_NEW_HEADS, "of the recipes")
+        )
     draft.set("train.steps", steps, f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
-    if found.is_large:
-        why = f"{found.parameters / 1e9:.1f} billion weights: the base stays frozen."
+    if not found.is_small:
+        why = f"{_SPREAD}: the new heads learn in the frozen base, which keeps what it can do."
         draft.set("train.trainable", "new_heads", why)
     if found.machine.on_gpu and found.parameters >= 1e9:
         draft.set("train.precision", "bf16", "A GPU, and a billion weights or more.")
@@ -213,7 +213,7 @@ def _sources(found: Findings, slow: bool) -> tuple[list[dict[str, Any]], list[st
     rows, text_rows = (2, 2) if slow else (8, 12 if found.is_small else 8)
     low, high = max(2, found.pairs // 2), min(2 * found.pairs, max(found.sizes))
     retrieval: dict[str, Any] = {"task": found.form.task, "pairs": [low, high], **found.form.keys}
-    retrieval |= {"questions": 12 if found.is_small else 4, "rows": rows}
+    retrieval |= {"questions": 12, "rows": rows}
     retrieval |= {"train_eos": True} if found.form.probe.newline_ends_answer else {}
     retrieval["weights"] = {"answer": 2.0, "attention": 1.0}
     sources, reasons = [], []
@@ -275,7 +275,6 @@ def _fit_memory(draft: _Draft, found: Findings, say: Say) -> None:
     changes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"micro_batch": 2}, "Smaller steps do not fit otherwise."),
         ({"micro_batch": 1, "gradient_checkpointing": True}, "Larger ones do not fit."),
-        ({"trainable": "new_heads"}, "Training all weights does not fit."),
     )
     section = draft.data["train"]
     measured = _estimate(draft.data)

@@ -122,13 +122,14 @@ def test_large_bases_train_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surgery.run.initial_recipe._estimate", lambda data: 2**30)
     gpu = replace(CPU, on_gpu=True, memory=80 * GIB)
     for parameters, machine, expected in (
-        (130_000_000, CPU, {"steps": 100, "trainable": "all", "micro_batch": None}),
-        (130_000_000, gpu, {"steps": 400, "trainable": "all"}),
+        (130_000_000, CPU, {"steps": 100, "trainable": "new_heads", "micro_batch": None}),
+        (130_000_000, gpu, {"steps": 400, "trainable": "new_heads", "precision": "fp32"}),
         (8_000_000_000, gpu, {"trainable": "new_heads", "precision": "bf16"}),
         (130_000_000, replace(CPU, memory=2**16), {"trainable": "new_heads", "micro_batch": 1}),
     ):
         recipe, text = written(findings(parameters=parameters, machine=machine))
         assert {key: getattr(recipe.train, key) for key in expected} == expected
+        assert recipe.splice is not None and recipe.splice.num_heads == 4
         assert "Memory: about 1.0 GiB" in " ".join(text.replace("#", "").split())
 
 

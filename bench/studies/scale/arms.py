@@ -20,7 +20,6 @@ Form = Literal["none", "head", "block", "pair"]
 Trains = Literal["all", "new_heads", "lora"]
 Mixture = Literal["hard", "dense", "answered", "told twice", "digits"]
 QUESTIONS = 16
-MICRO_BATCH = 3  # documents a pass: all weights train in 7 GB
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class Arm:
                 "trainable": self.trains,
                 "sources": [*sources, *KEPT, *([] if texts is None else [_prose(texts)])],
                 "optimizer": {"lr": self.lr, "new_heads_lr": self.new_heads_lr, "warmup": 10},
-                "micro_batch": MICRO_BATCH,
             }
         )
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from surgery.data.ranking import ChoiceScores
 from surgery.recipe.methods import all_columns
-from surgery.stats import bootstrap_mean, holm, mean_is_positive
+from surgery.stats import bootstrap_mean, holm, means_are_positive
 from surgery.types import Interval, Role
 
 Array = NDArray[np.float64]
@@ -141,7 +141,8 @@ def roles_of(table: Table, alive: Sequence[int], heads: int) -> list[Role]:
     if not tests:
         return ["unmeasured"] * heads
     most = (1 - _SHARE) * table.clean_lead()
-    p_values = [mean_is_positive(most - table.lead(column)[i]) if i in tested else 1.0 for _, i, column in tests]
+    by_column = {name: means_are_positive(most - table.lead(name)[:heads]) for name in roles if name in table.columns}
+    p_values = [float(by_column[column][i]) if i in tested else 1.0 for _, i, column in tests]
     passed = {(role, i) for (role, i, _), is_rejected in zip(tests, holm(p_values, _LEVEL), strict=True) if is_rejected}
 
     def role_of(head: int) -> Role:

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import RUNS, load, markdown_table, parser, quiet_on_one_thread
 from bench.studies.scale.arms import Arm
 from bench.studies.scale.prompts import KINDS, Kind
-from bench.studies.scale.study import built
+from bench.studies.scale.study import built, load_weights
 from surgery.data.encoding import encode
 from surgery.files.atomic import read_json
 from surgery.models.torch_scans import torch_scans
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base, tokenizer = load(args.base)
     model, plan = built(arm, base, heads)
     weights = args.folder / "models" / arm.file.replace(".json", ".safetensors")
-    model.load_state_dict(load_file(weights), strict=False)
+    load_weights(model, weights)
     assert plan is not None
     with torch_scans(model):
         print(table(model, tokenizer, KINDS, args.contexts, plan))

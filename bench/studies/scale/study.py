@@ -81,7 +81,7 @@ class Experiment:
         began = time.process_time()
         model, plan = built(arm, base, self.heads)
         if arm.after:
-            model.load_state_dict(load_file(self.weights(replace(arm, name=arm.after, seed=0))), strict=False)
+            load_weights(model, self.weights(replace(arm, name=arm.after, seed=0)))
         texts = self.base / "train_text_sample.jsonl"
         history = train_model(
             model,
@@ -114,6 +114,14 @@ def built(arm: Arm, base: PreTrainedModel, heads: HeadSet) -> tuple[PreTrainedMo
     chosen = tuple(by_name[name] for name in arm.heads)
     plan = make_plan(replace(heads, chosen=chosen), base.config, arm.splice, arm.seed)
     return splice_model(base, plan, arm.splice), plan
+
+
+def load_weights(model: PreTrainedModel, path: Path) -> None:
+    """Load the weights that `run_arm` saved: all of this model and no others."""
+    saved, own = load_file(path), dict(model.named_parameters())
+    if saved.keys() != own.keys():
+        raise SystemExit(f"{path} holds the weights of another splice: {sorted(saved.keys() ^ own.keys())[:3]}")
+    model.load_state_dict(saved, strict=False)  # tied weights have one name in the file
 
 
 def _printed(arm: Arm) -> Any:

@@ -70,7 +70,10 @@ class Recipe(Section):
         if self.train.compile:
             raise ValueError(f"{form} does not support train.compile. Remove it")
         for stage in self.train.sequence:
-            if stage.trainable in ("spliced_layers", "lora"):
+            if stage.trainable in ("spliced_layers", "lora") or (stage.trainable, self.splice.form) == (
+                "reads",
+                "pair",
+            ):
                 raise ValueError(f"{form} does not support trainable: {stage.trainable}. Set all or new_heads")
             for name in stage.objectives:
                 compared = _LAYER_BY_LAYER & set(OBJECTIVES[name].needs)

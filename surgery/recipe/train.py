@@ -17,7 +17,7 @@ from surgery.recipe.section import OneOrMore, Positive, Section, Tokens
 from surgery.recipe.sources import DEFAULT_ROWS, DEFAULT_WEIGHTS, Data, Source
 
 STAGE_NAME = r"^[a-z0-9_-]+$"
-Trainable = Literal["all", "new_heads", "spliced_layers", "lora"]
+Trainable = Literal["all", "reads", "new_heads", "spliced_layers", "lora"]
 Precision = Literal["fp32", "bf16"]
 
 
@@ -70,8 +70,9 @@ class TrainStage(Section):
     )
     trainable: Trainable = Field(
         "all",
-        description="Weights to train: all, the spliced heads, the layers with spliced heads, or (`lora`) the spliced "
-        "heads and adapters on the rest.",
+        description="Weights to train: all, the spliced heads, their queries and keys alone (`reads`, with objectives "
+        "on attention: each layer for itself, and no layer above the last head runs), the layers with spliced heads, "
+        "or (`lora`) the spliced heads and adapters on the rest.",
     )
     sources: tuple[Source, ...] = Field(
         (),
@@ -89,6 +90,18 @@ class TrainStage(Section):
             raise ValueError("set `steps` or `tokens`, not both")
         if self.tokens is not None and any(source.tokens is None for source in self.sources):
             raise ValueError("`tokens` of a stage needs `tokens` in every source. Set it in place of `rows`")
+        return self
+
+    @model_validator(mode="after")
+    def _reads_have_attention_objectives(self) -> TrainStage:
+        if self.trainable == "reads":
+            for name in self.objectives:
+                objective = OBJECTIVES[name]
+                if not objective.needs_splice or objective.reads_logits != "none":
+                    raise ValueError(
+                        f"`trainable: reads` does not support the objective {name}: only queries and keys train. Use "
+                        "attention, or set new_heads"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -166,7 +179,7 @@ class TrainStage(Section):
     @property
     def trains_control(self) -> bool:
         """Whether the control trains in this stage too: it has no new heads."""
-        return self.trainable != "new_heads"
+        return self.trainable not in ("reads", "new_heads")
 
     @property
     def sequence(self) -> tuple[TrainStage, ...]:

@@ -14,6 +14,7 @@ from surgery.models.inserted import held_parameters, new_modules
 from surgery.models.lookup import block_of, family_of
 from surgery.recipe import Optimizer, Train, TrainStage
 from surgery.train.lora import adapter_parameters
+from surgery.train.own_inputs import reading_parameters
 
 _UNDECAYED = ("A_log", "D", "dt_bias")  # of an SSM. In Mamba-1, A_log is a matrix.
 
@@ -35,7 +36,7 @@ def learning_rates_text(section: Train) -> str:
     for stage in section.sequence:
         settings = stage.optimizer
         rates = {"the base": settings.lr, "new heads": settings.new_heads_lr}
-        if stage.trainable in ("new_heads", "lora"):
+        if stage.trainable in ("reads", "new_heads", "lora"):
             del rates["the base"]
         if stage.trainable == "lora":
             rates["adapters"] = settings.adapters_lr
@@ -62,6 +63,8 @@ def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[i
         parameters = spliced_parameters(model) + adapter_parameters(model)
     elif stage.trainable == "new_heads":
         parameters = spliced_parameters(model)
+    elif stage.trainable == "reads":
+        parameters = reading_parameters(model)
     else:
         spec = family_of(model.config).mixers(model.config)[0]
         spliced = {site["layer"] for site in getattr(model.config, "splice", None) or ()} or set(layers)

@@ -21,6 +21,7 @@ from surgery.train.logits_cache import LogitsCache
 from surgery.train.losses import LogitRows, answer_rows, rows_at_queries
 from surgery.train.micro_batches import Counts
 from surgery.train.objectives import ObjectiveInputs, Outputs
+from surgery.train.own_inputs import OwnInputs
 from surgery.train.packing import of_tokens, separate_documents
 from surgery.train.shared_prefix import SharedPrefix
 from surgery.train.teacher import Teacher, layer_outputs
@@ -35,6 +36,7 @@ class Targets:
     grafts: tuple[Graft, ...] = ()  # the spliced heads, by layer; none in a control and in pretraining
     base: PreTrainedModel | None = None  # frozen
     prefix: SharedPrefix | None = None  # the layers that the model shares with the base
+    own_inputs: OwnInputs | None = None  # with `trainable: reads`
     teacher: Teacher | None = None
     cache: LogitsCache | None = None  # the teacher's logits on disk
 
@@ -79,7 +81,8 @@ class Targets:
         objectives = self._objectives(dict.fromkeys(name for names in weights.values() for name in names))
         needs = needs_of(objective.name for objective in objectives)
         base, skips_prefix = self._of_base(batch, needs)
-        with skips_prefix, separate_documents(model, batch.documents):
+        apart = nullcontext() if self.own_inputs is None else self.own_inputs.running()
+        with skips_prefix, apart, separate_documents(model, batch.documents):
             options = model_options(needs, batch)
             output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **options)
         outputs, teacher = self._of_model(output, batch, needs, rows), self._of_teacher(batch, needs)

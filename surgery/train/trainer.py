@@ -40,6 +40,7 @@ from surgery.train.micro_batches import (
 )
 from surgery.train.numerics import autocast, compiling, precision_of
 from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable
+from surgery.train.own_inputs import OwnInputs
 from surgery.train.packing import packing_fault
 from surgery.train.plateau import LAST_STEP, is_at_plateau, num_steps_from, stage_lengths
 from surgery.train.sharded import full, gather, trainable_parameters, twin
@@ -203,7 +204,8 @@ class StageTrainer:
         if self.targets.base is not None and not accelerator.is_fsdp2:
             share_weights(model, self.targets.base)  # not before a checkpoint has been read into the model's weights
             prefix = SharedPrefix.of(model, self.targets.base) if not section.compile else None
-        self.targets = replace(self.targets, distil=stage.distil, prefix=prefix)
+        own_inputs = OwnInputs(self.student) if stage.trainable == "reads" else None
+        self.targets = replace(self.targets, distil=stage.distil, prefix=prefix, own_inputs=own_inputs)
         self.split = StepSplit(
             stage.sources,
             accelerator.process_index,

@@ -126,7 +126,7 @@ def train_model(
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
             # Weights that an earlier stage has changed are not those of `spliced/`.
-            has_changed = any(section.sequence[n].trainable != "new_heads" for n in numbers if n < number)
+            has_changed = any(section.sequence[n].trains_control for n in numbers if n < number)
             if settings is not None and has_changed and steps is not None:
                 resume_unquantized(model, steps, accelerator)
             with quantized((model, *frozen), settings, accelerator.device) as unquantized:

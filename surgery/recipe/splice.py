@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,8 +50,14 @@ class Splice(Section):
     )
     mode: Mode = Field(
         "add",
-        description="`add`: add attention, with zero output at first, to the SSM head. `replace`: use attention "
-        "instead of the SSM head, which is silenced.",
+        description="`add`: add attention to the SSM head. `replace`: use attention instead of the SSM head, which is "
+        "silenced.",
+    )
+    output: Literal["zero", "copy"] = Field(
+        "zero",
+        description="With `mode: add`: what the new heads add before training. `zero`: nothing. `copy`: what they "
+        "read, through the output projection of the copied head, so that one which learns where to read answers at "
+        "once. Needs `init: ssm`.",
     )
     init: Annotated[str, NameOf(_BRANCHES)] = Field(
         "ssm",
@@ -173,6 +179,8 @@ class Splice(Section):
         if self.min_width is not None and self.init != "ssm":
             hint = "set `random_width` instead" if self.init == "random" else "remove it, or set `init: ssm`"
             raise ValueError(f"`init: {self.init}` does not use `min_width`: {hint}")
+        if self.output == "copy" and (self.form, self.mode, self.init) != ("head", "add", "ssm"):
+            raise ValueError("`output: copy` needs `form: head`, `mode: add` and `init: ssm`: set them, or remove it")
         if self.unit == "layer" and (self.init, self.mode) != ("teacher", "replace"):
             raise ValueError("`unit: layer` needs `init: teacher` and `mode: replace`")
         if self.with_block and self.unit != "layer":

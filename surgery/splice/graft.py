@@ -82,13 +82,14 @@ def splice_model(
         target = mixer_of(hybrid, graft.site)
         branch: SplicedAttention = target.attention.to_empty(device=model.device)
         branch.initialize()
-        branch.fill(HeadSource(graft, mixer_of(model, graft.site), plan.seed, teacher))
+        copies = graft.mode == "replace" or (section is not None and section.output == "copy")
+        branch.fill(HeadSource(graft, mixer_of(model, graft.site), plan.seed, teacher, copies))
         if graft.unit == "layer":
             if section is not None and section.with_block:
                 _transplant_block(hybrid, graft, teacher)
-        elif graft.mode == "add":
+        elif not copies:
             branch.o_proj.weight.zero_()
-        else:
+        elif graft.mode == "replace":
             silence(structure_of(graft.site).out_proj(target), graft)
     hybrid.to(model.device).eval()
     for name, parameter in hybrid.named_parameters():
@@ -170,7 +171,7 @@ class Gap:
 
 @torch.no_grad()
 def step_zero_gap(base: PreTrainedModel, hybrid: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Gap:
-    """Compare base and hybrid on the same prompts. With `mode: add` the gap is exactly zero.
+    """Compare base and hybrid on the same prompts. With `mode: add` and `output: zero` the gap is exactly zero.
 
     With `mode: replace` it is not zero, since softmax attention differs from the recurrence. The silenced head also
     contributes to the mean square of the gated norm, which scales the other heads.
@@ -191,8 +192,8 @@ def check_kept(
 ) -> None:
     """Check that the hybrid computes what the base does, apart from what the splice changes on purpose.
 
-    Heads that replace others, and a state that is cut, change what their layers add to the stream. These layers add
-    what the base's do instead, so that all else is compared: embeddings, other layers, norms and head.
+    Heads that replace others or add copies, and a state that is cut, change what their layers add to the stream. These
+    layers add what the base's do instead, so that all else is compared: embeddings, other layers, norms and head.
 
     Args:
         base, hybrid: as loaded from their folders.
@@ -202,7 +203,9 @@ def check_kept(
     Raises:
         PlanError: a logit differs by more than rounding.
     """
-    layers = {graft.site.layer for graft in plan.grafts if graft.form == "head" and graft.mode == "replace"}
+    copies = plan.section is not None and plan.section.output == "copy"
+    changes = [graft for graft in plan.grafts if graft.form == "head" and (copies or graft.mode == "replace")]
+    layers = {graft.site.layer for graft in changes}
     if getattr(hybrid.config, BASE_STATE_SIZE, None) is not None:
         layers = {spec.layer for spec in family_of(base.config).mixers(base.config) if spec.is_ssm}
     a, b = _logits_of_both(base, hybrid, input_ids, attention_mask, layers)

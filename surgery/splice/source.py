@@ -107,12 +107,14 @@ class HeadSource:
         mixer: the base's mixer, whose heads are copied.
         seed: seed of the plan.
         teacher: the teacher's model, for a branch with `needs_teacher`.
+        copies_output: copy the heads' output projection too.
     """
 
     graft: Graft
     mixer: nn.Module
     seed: int
     teacher: PreTrainedModel | None = None
+    copies_output: bool = False
 
     def fill(self, branch: SplicedAttention) -> None:
         """Set the weights of a branch: the teacher's, random ones, or copies of SSM heads.
@@ -185,12 +187,12 @@ class HeadSource:
             target.bias.add_(torch.cat([gate_bias[head.out] for head in slices]))
 
     def copy_output(self, o_proj: nn.Linear) -> None:
-        """With `mode: replace`, copy the heads' columns of the output projection times the weight of the norm before.
+        """Copy the heads' columns of the output projection times the weight of the norm before, if `copies_output`.
 
         Raises:
             PlanError: the branch's values have another width than the heads.
         """
-        if self.graft.mode == "add":
+        if not self.copies_output:
             return
         structure = structure_of(self.graft.site)
         norm = structure.norm_weight(self.mixer)

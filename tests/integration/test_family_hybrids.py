@@ -27,7 +27,8 @@ from surgery.models.hooks import record
 from surgery.models.loading import load_model
 from surgery.models.lookup import geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad
-from surgery.recipe import Base, Optimizer, Train
+from surgery.recipe import Base, Optimizer, Splice, Train
+from surgery.splice.graft import splice_model
 from surgery.train.optimizer import adamw, mark_trainable, spliced_parameters
 from surgery.train.targets import Targets
 from surgery.train.trainer import StageTrainer
@@ -84,6 +85,12 @@ def test_a_splice_adds_to_the_base_or_silences_its_heads(name: str) -> None:
             found, expected = (t.heads[site.name][..., own] for t in (ours, theirs))
             assert not found.any() if head in silenced else torch.equal(found, expected), (init, head)
 
+    copies = splice_model(model, plan_of(model), Splice(min_width=None, output="copy")).state_dict()
+    added, replacing = (spliced(model, mode).state_dict() for mode in ("add", "replace"))
+    for key, weight in copies.items():
+        copied = key.endswith("attention.o_proj.weight")
+        assert torch.equal(weight, (replacing if copied else added)[key]) and weight.any() >= copied, key
+
     for mode in ("add", "replace"):
         plan, hybrid = plan_of(model, mode), spliced(model, mode)
         silenced = {f"{g.site.path}.out_proj.weight" for g in plan.grafts} if mode == "replace" else set()
@@ -118,11 +125,17 @@ def test_training_changes_what_the_recipe_names(name: str, tmp_path: Path) -> No
     hybrid = randomise(spliced(plain), 7)
     kept = {k: v.clone() for k, v in hybrid.state_dict().items()}
     rates = {"warmup": 0, "weight_decay": 0.1}
-    section = Train.model_validate({"steps": 1, "trainable": "new_heads", "sources": [KV], "optimizer": rates})
-    StageTrainer(hybrid, pico_tokenizer(), section, 0, Accelerator(cpu=True), Targets(grafts=plan.grafts)).run()
-    changed = {k for k, v in hybrid.state_dict().items() if not torch.equal(v, kept[k])}
-    assert changed == {k for k in kept if any(f"{g.site.path}.attention." in k for g in plan.grafts)}
-    assert len(changed) == len(spliced_parameters(hybrid)) > 0
+    for trainable in ("reads", "new_heads"):
+        source = {**KV, "weights": {"attention": 1.0}} if trainable == "reads" else KV
+        given = {"steps": 2, "trainable": trainable, "sources": [source], "optimizer": rates}
+        targets = Targets(grafts=plan.grafts)
+        StageTrainer(hybrid, pico_tokenizer(), Train(**given), 0, Accelerator(cpu=True), targets).run()
+        changed = {k for k, v in hybrid.state_dict().items() if not torch.equal(v, kept[k])}
+        expected = {k for k in kept if any(f"{g.site.path}.attention." in k for g in plan.grafts)}
+        if trainable == "reads":
+            expected = {k for k in expected if not any(part in k for part in (".o_proj.", ".gate_proj.", ".v_proj."))}
+        assert changed == expected and changed
+    assert len(changed) == len(spliced_parameters(hybrid))
 
 
 @every_spliced

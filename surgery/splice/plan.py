@@ -95,6 +95,8 @@ def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: Pr
     numbers = tuple(scored.head.head for scored in heads)
     if splice.form != "head":
         before = site.layer if splice.before is None else splice.before
+        if splice.form == "block":  # without a convolution it finds the value itself, and not the end of its segment
+            reads = ["answer_token"] * len(reads)
         return Graft(site, numbers, splice.mode, splice.init, tuple(reads), form=splice.form, before=before)
     if not branch_of(splice.init).needs_teacher:
         return Graft(site, numbers, splice.mode, splice.init, tuple(reads))

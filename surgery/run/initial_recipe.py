@@ -33,8 +33,9 @@ _PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pa
 Place = tuple[str | int, ...]  # of a value, such as `("train", "sources", 0)`
 _WIDTH = 116  # of a comment
 _MOST = 3  # accuracies to list in a comment
-# Of small bases, of others, and of others on a CPU: the first was measured (docs/your-model.md).
-_STEPS, _STEPS_OF_NEW_HEADS, _STEPS_ON_A_CPU = 500, 400, 100
+# Of small bases; of others, in two stages; and of others on a CPU, where steps are slow. Measured were the first
+# (docs/your-model.md) and the last (paper/SCALE.md).
+_STEPS, _STEPS_OF_NEW_HEADS, _STEPS_ON_A_CPU = 500, (400, 100), (250, 30)
 _SPREAD = f"From {SMALL // 10**6} million weights on"  # one base was measured, of 24 million (paper/SCALE.md)
 
 
@@ -182,30 +183,51 @@ def _splice(draft: _Draft, found: Findings) -> None:
     why, count = "One head to begin with.", 1
     if found.share is not None and not found.is_small:
         why, count = f"{_SPREAD}: retrieval is spread over several heads.", min(4, found.heads)
+    if count > 1:
+        draft.set("splice.output", "copy", "What a new head reads is what its SSM head would put out, from the start.")
     draft.set("splice.num_heads", count, f"{why} Compare: surgery sweep THIS_FILE splice.num_heads=0,1,2,4")
 
 
 def _train(draft: _Draft, found: Findings) -> None:
     slow = not found.is_small and not found.machine.on_gpu
-    steps, why = _STEPS, "that the shipped bases needed"
-    if not found.is_small:
-        steps, why = (
-            (_STEPS_ON_A_CPU, "as on CPUs, where steps are slow") if slow else (_STEPS_OF_NEW_HEADS, "of the recipes")
+    sources, reasons = _sources(found, slow)
+    base_rate, heads_rate = rates(found.parameters)
+    rated = {"lr": base_rate, "new_heads_lr": heads_rate, "warmup": 20}
+    ends = ", ".join(f"{a:g} / {b:g} at {float(f'{size / 1e6:.2g}'):,g} million" for size, a, b in RATES)
+    why_rates = f"Rates by size, between those of the recipes: {ends} weights."
+    longer = "Train longer if `answer` in training.json still falls at the end."
+    stage: Place = ("train",)
+    if found.is_small:
+        draft.set("train.steps", _STEPS, f"Steps that the shipped bases needed. {longer}")
+    else:
+        read, answer, why = (*_STEPS_ON_A_CPU, "as on CPUs") if slow else (*_STEPS_OF_NEW_HEADS, "of the recipes")
+        supervised = [
+            {**source, **_many_questions(source), "weights": {"attention": 1.0}}
+            for source in sources
+            if "attention" in source["weights"]
+        ]
+        first = {"name": "read", "steps": read, "trainable": "reads", "sources": supervised, "optimizer": rated}
+        last = {"name": "answer", "steps": answer, "trainable": "new_heads"}
+        draft.set("train.stages", [first, last])
+        why_read = "the new heads first learn where to read, in steps that run no layer above them."
+        draft.explain(("train", "stages", 0), f"{_SPREAD}: {why_read}")
+        draft.explain(
+            ("train", "stages", 1), "Then what to make of it, in the frozen base, which keeps what it can do."
         )
-    draft.set("train.steps", steps, f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
-    if not found.is_small:
-        why = f"{_SPREAD}: the new heads learn in the frozen base, which keeps what it can do."
-        draft.set("train.trainable", "new_heads", why)
+        stage = ("train", "stages", 1)
+        draft.explain((*stage, "steps"), f"Steps {why}. {longer}")
     if found.machine.on_gpu and found.parameters >= 1e9:
         draft.set("train.precision", "bf16", "A GPU, and a billion weights or more.")
-    sources, reasons = _sources(found, slow)
-    draft.set("train.sources", sources)
+    section = draft.data["train"] if found.is_small else last
+    section |= {"sources": sources, "optimizer": rated}
     for number, reason in enumerate(reasons):
-        draft.explain(("train", "sources", number), reason)
-    base_rate, heads_rate = rates(found.parameters)
-    ends = ", ".join(f"{a:g} / {b:g} at {float(f'{size / 1e6:.2g}'):,g} million" for size, a, b in RATES)
-    why = f"Rates by size, between those of the recipes: {ends} weights."
-    draft.set("train.optimizer", {"lr": base_rate, "new_heads_lr": heads_rate, "warmup": 20}, why)
+        draft.explain((*stage, "sources", number), reason)
+    draft.explain((*stage, "optimizer"), why_rates)
+
+
+def _many_questions(source: Mapping[str, Any]) -> dict[str, int]:
+    """As many questions about a context as it has pairs, up to 48: a read costs little beside its context."""
+    return {"questions": max(source["questions"], min(48, source["pairs"][0]))} if "questions" in source else {}
 
 
 def _sources(found: Findings, slow: bool) -> tuple[list[dict[str, Any]], list[str]]:
@@ -286,7 +308,8 @@ def _fit_memory(draft: _Draft, found: Findings, say: Say) -> None:
             draft.explain(("train", key), reason)
         measured = _estimate(draft.data)
     say(f"memory of training: about {measured / GIB:.1f} of {found.machine.memory_gib:g} GiB")
-    draft.explain(("train", "steps"), f"{draft.comments['train', 'steps']} Memory: about {measured / GIB:.1f} GiB.")
+    place = ("train", "stages", 1, "steps")
+    draft.explain(place, f"{draft.comments[place]} Memory: about {measured / GIB:.1f} GiB.")
 
 
 def _estimate(data: dict[str, Any]) -> int:
@@ -300,7 +323,7 @@ def _estimate(data: dict[str, Any]) -> int:
 def commented_yaml(data: Mapping[str, Any], comments: Mapping[Place, str], head: Sequence[str] = ()) -> str:
     """Write nested plain data as YAML.
 
-    Mappings and lists of mappings with a comment inside are written over several lines, others in one.
+    Mappings with a comment inside and lists of mappings are written over several lines, others in one.
 
     Args:
         data: mappings, lists and scalars.
@@ -321,8 +344,13 @@ def _block(data: Mapping[str, Any], path: Place, comments: Mapping[Place, str], 
         elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
             lines.append(f"{indent}{key}:")
             for number, item in enumerate(value):
-                lines += _comment(comments.get((*place, number), ""), indent + "  ")
-                lines.append(f"{indent}  - {_flow(item)}")
+                inner = (*place, number)
+                lines += _comment(comments.get(inner, ""), indent + "  ")
+                if any(other[:-1][: len(inner)] == inner for other in comments):
+                    first, *rest = _block(item, inner, comments, indent + "    ")
+                    lines += [f"{indent}  - {first.lstrip()}", *rest]
+                else:
+                    lines.append(f"{indent}  - {_flow(item)}")
         else:
             lines.append(f"{indent}{key}: {_flow(value)}")
     return lines

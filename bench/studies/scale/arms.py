@@ -20,6 +20,7 @@ Form = Literal["none", "head", "block", "pair"]
 Trains = Literal["all", "new_heads", "lora"]
 Mixture = Literal["hard", "dense", "answered", "told twice", "digits"]
 QUESTIONS = 16
+READS = 250  # steps of `reads`, which take an eighth of the time of others
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,12 @@ class Arm:
 
     Attributes:
         form: of the splice; `none` trains the base in the same way, as the control.
+        output: of the branch before training.
         init: of the branch. With `form: head`, `ssm` copies the SSM head and `random` has random projections.
         heads: names of the spliced heads; the inserted forms go before the layer of the first.
         trains: as `train.trainable`.
         after: name of the arm with whose weights it begins.
+        reads: steps of `trainable: reads` before, on the attention of the same sources.
         mixture: `hard` has prompts that the base fails, `dense` the same with more questions each, `answered` prompts
             that it answers, `told twice` the hard ones and dictionaries that are listed twice, `digits` short prompts
             with values of several tokens alone.
@@ -48,6 +51,8 @@ class Arm:
     lr: float = 3.0e-4
     new_heads_lr: float = 3.0e-3
     after: str = ""
+    reads: int = 0
+    output: Literal["zero", "copy"] = "zero"
 
     @property
     def file(self) -> str:
@@ -60,7 +65,8 @@ class Arm:
     @property
     def splice(self) -> Splice:
         """The recipe's section `splice`."""
-        return Splice.model_validate({"select": "list", "heads": self.heads, "form": self.form, "init": self.init})
+        fields = {"form": self.form, "init": self.init, "output": self.output}
+        return Splice.model_validate({"select": "list", "heads": self.heads, **fields})
 
     def train(self, texts: Path | None) -> Train:
         """The recipe's section `train`.
@@ -70,14 +76,17 @@ class Arm:
         """
         weights = {"answer": 1.0} if self.form == "none" else {"answer": 1.0, "attention": 1.0}
         sources = [{**source, "train_eos": True, "weights": weights} for source in MIXTURES[self.mixture]]
-        return Train.model_validate(
-            {
-                "steps": self.steps,
-                "trainable": self.trains,
-                "sources": [*sources, *KEPT, *([] if texts is None else [_prose(texts)])],
-                "optimizer": {"lr": self.lr, "new_heads_lr": self.new_heads_lr, "warmup": 10},
-            }
-        )
+        stage = {
+            "steps": self.steps,
+            "trainable": self.trains,
+            "sources": [*sources, *KEPT, *([] if texts is None else [_prose(texts)])],
+            "optimizer": {"lr": self.lr, "new_heads_lr": self.new_heads_lr, "warmup": 10},
+        }
+        if not self.reads:
+            return Train.model_validate(stage)
+        read = {**stage, "steps": self.reads, "trainable": "reads"}
+        read["sources"] = [{**source, "weights": {"attention": 1.0}} for source in sources]
+        return Train.model_validate({"stages": [{"name": "read", **read}, {"name": "answer", **stage}]})
 
 
 _LONG = {"task": "kv_retrieval", "questions": QUESTIONS}
@@ -145,9 +154,11 @@ def first_round(heads: HeadSet, steps: int) -> Iterator[Arm]:
     for mixture in mixtures:
         yield Arm(f"control, {mixture}", mixture=mixture, steps=steps)
         yield frozen(f"head {reader}, {mixture}", "head", [reader], mixture=mixture)
-    for k in (2, 4, 8):
+    for k in (2, 3, 4, 8):
         yield frozen(f"{k} heads", "head", best[:k])
-        yield Arm(f"{k} heads, then all", "head", heads=tuple(best[:k]), steps=steps, seed=1, after=f"{k} heads")
+        first = f"{k} heads, read first"
+        yield frozen(first, "head", best[:k], reads=READS, output="copy")
+        yield Arm(f"{k} heads, then all", "head", heads=tuple(best[:k]), steps=steps, seed=1, after=first)
     yield Arm(f"head {reader}, all", "head", heads=(reader,), steps=steps)
     yield Arm(f"head {reader}, LoRA", "head", heads=(reader,), trains="lora", steps=steps)
     yield frozen(f"head {reader}, random", "head", [reader], init="random")
@@ -155,7 +166,7 @@ def first_round(heads: HeadSet, steps: int) -> Iterator[Arm]:
     for layer in [layer for layer in by_layer if 1 <= layer <= 5][:5]:
         name = reader if layer == int(reader[1:].split("H")[0]) else by_layer[layer]
         yield frozen(f"head {name}", "head", [name])
-        yield frozen(f"block {name}", "block", [name], init="random")
+        yield frozen(f"block {name}", "block", [name], init="random", reads=READS)
 
 
 def reading_head(heads: HeadSet) -> str:

@@ -118,18 +118,24 @@ def test_the_users_data_is_a_source() -> None:
     assert recipe.train.own_data[0].path == "mine.jsonl" and "# Your data: 3 of 4." in text
 
 
-def test_large_bases_train_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_bases_train_new_heads_which_first_learn_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surgery.run.initial_recipe._estimate", lambda data: 2**30)
     gpu = replace(CPU, on_gpu=True, memory=80 * GIB)
-    for parameters, machine, expected in (
-        (130_000_000, CPU, {"steps": 100, "trainable": "new_heads", "micro_batch": None}),
-        (130_000_000, gpu, {"steps": 400, "trainable": "new_heads", "precision": "fp32"}),
-        (8_000_000_000, gpu, {"trainable": "new_heads", "precision": "bf16"}),
-        (130_000_000, replace(CPU, memory=2**16), {"trainable": "new_heads", "micro_batch": 1}),
+    for parameters, machine, steps, expected in (
+        (130_000_000, CPU, 280, {"micro_batch": None}),
+        (130_000_000, gpu, 500, {"precision": "fp32"}),
+        (8_000_000_000, gpu, 500, {"precision": "bf16"}),
+        (130_000_000, replace(CPU, memory=2**16), 280, {"micro_batch": 1}),
     ):
         recipe, text = written(findings(parameters=parameters, machine=machine))
         assert {key: getattr(recipe.train, key) for key in expected} == expected
-        assert recipe.splice is not None and recipe.splice.num_heads == 4
+        assert recipe.train.num_all_steps == steps and not recipe.train.has_control
+        read, answer = recipe.train.stages
+        assert (read.trainable, answer.trainable) == ("reads", "new_heads")
+        supervised = [source.name for source in answer.sources if source.weights.uses("attention")]
+        assert [source.name for source in read.sources] == supervised != []
+        assert read.optimizer == answer.optimizer
+        assert recipe.splice is not None and (recipe.splice.num_heads, recipe.splice.output) == (4, "copy")
         assert "Memory: about 1.0 GiB" in " ".join(text.replace("#", "").split())
 
 
@@ -149,6 +155,7 @@ DATA: dict[str, Any] = {
     "base": {"model": "path: with #signs", "tokenizer": None},
     "locate": {"pairs": 12, "filler": (0, 20), "methods": ["query", "sharpen"]},
     "train": {"steps": 3, "sources": [{"task": "sentence", "weights": {"base_kl": 1.0}}, {"task": "kv", "rows": 2}]},
+    "stages": [{"name": "a", "sources": [{"task": "kv"}]}, {"name": "b", "steps": 2, "sources": [{"task": "kv"}]}],
     "text": "ä \n two lines",
     "small": 1e-05,
     "flag": True,
@@ -162,6 +169,8 @@ def test_values_load_again() -> None:
         ("train", "sources", 1): "why",
         ("train",): "x " * 200,
         ("tasks", 0): "y",
+        ("stages", 1, "sources", 0): "word " * 100,
+        ("stages", 1): "of a stage",
     }
     for comments in ({}, {("locate", "pairs"): "a: #b"}, long):
         text = commented_yaml(DATA, comments, ["head", ""])

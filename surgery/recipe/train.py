@@ -275,6 +275,8 @@ class Train(TrainStage):
         if len(set(names)) < len(names):
             raise ValueError(f"two stages have the same name: {', '.join(names)}. Rename one")
         for stage in self.sequence:
+            if self.compile and stage.trainable == "reads":
+                raise ValueError("`compile` does not support `trainable: reads`, whose passes end early. Remove it")
             if not stage.sources:
                 raise ValueError(f"the stage {stage.name} has no `sources`. Add one")
             if stage.needs_teacher and self.teacher is None:

@@ -248,6 +248,11 @@ def test_init_and_export_format_follow_the_form(form: str) -> None:
     assert by_class.export.format == "nemotron_h"
     copies = recipe("splice={form: pair, init: ssm}")
     assert copies.splice is not None and copies.splice.min_width is None
+    reads = "train={trainable: reads, sources: [{task: records, weights: {attention: 1}}]}"
+    if form == "block":
+        assert recipe("splice.form=block", reads).train.trainable == "reads"
+    else:
+        assert "trainable: reads" in refused("splice.form=pair", reads)
 
 
 @each(

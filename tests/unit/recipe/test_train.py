@@ -46,6 +46,17 @@ def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[s
     assert not Train.model_validate({"stages": stages, "control": False}).has_control
 
 
+def test_reads_train_on_attention_alone() -> None:
+    reads: dict[str, Any] = {"trainable": "reads", "sources": [{**KV, "weights": {"attention": 1.0}}]}
+    assert not Train.model_validate(reads).has_control
+    for change, says in (
+        ({"sources": [KV]}, "does not support the objective answer"),
+        ({"compile": True}, "`compile` does not support `trainable: reads`"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Train.model_validate({**reads, **change})
+
+
 # Keys that change OWN, and what the error says.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": {"path": "x", "columns": {"text": "t"}}}, "plain text has no answers"),

@@ -37,6 +37,6 @@ def test_every_arm_has_a_name_of_its_own_and_can_be_built() -> None:
     for arm in arms:
         hybrid, plan = built(arm, model, HEADS)
         assert (plan is None) == (arm.form == "none")
-        assert arm.train(None).steps == 2
+        assert arm.train(None).sequence[-1].steps == 2
         assert hybrid is not model
     assert reading_head(HEADS) == "L3H2"

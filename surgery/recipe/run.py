@@ -70,10 +70,8 @@ class Recipe(Section):
         if self.train.compile:
             raise ValueError(f"{form} does not support train.compile. Remove it")
         for stage in self.train.sequence:
-            if stage.trainable in ("spliced_layers", "lora") or (stage.trainable, self.splice.form) == (
-                "reads",
-                "pair",
-            ):
+            refused = ("spliced_layers", "lora", *(["reads"] if self.splice.form == "pair" else []))
+            if stage.trainable in refused:
                 raise ValueError(f"{form} does not support trainable: {stage.trainable}. Set all or new_heads")
             for name in stage.objectives:
                 compared = _LAYER_BY_LAYER & set(OBJECTIVES[name].needs)

@@ -200,7 +200,8 @@ def _train(draft: _Draft, found: Findings) -> None:
     if found.is_small:
         draft.set("train.steps", _STEPS, f"Steps that the shipped bases needed. {longer}")
     else:
-        read, answer, why = (*_STEPS_ON_A_CPU, "as on CPUs") if slow else (*_STEPS_OF_NEW_HEADS, "of the recipes")
+        read, answer = _STEPS_ON_A_CPU if slow else _STEPS_OF_NEW_HEADS
+        why = "that one larger base needed" if slow else "for a GPU: more than one larger base needed on a CPU"
         supervised = [
             {**source, **_many_questions(source), "weights": {"attention": 1.0}}
             for source in sources

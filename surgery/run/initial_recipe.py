@@ -212,6 +212,7 @@ def _train(draft: _Draft, found: Findings) -> None:
         draft.set("train.stages", [first, last])
         why_read = "the new heads first learn where to read, in steps that run no layer above them."
         draft.explain(("train", "stages", 0), f"{_SPREAD}: {why_read}")
+        draft.explain(("train", "stages", 0, "sources", 0), "As below. More questions cost little here.")
         draft.explain(
             ("train", "stages", 1), "Then what to make of it, in the frozen base, which keeps what it can do."
         )

@@ -203,9 +203,12 @@ def check_kept(
     Raises:
         PlanError: a logit differs by more than rounding.
     """
-    copies = plan.section is not None and plan.section.output == "copy"
-    changes = [graft for graft in plan.grafts if graft.form == "head" and (copies or graft.mode == "replace")]
-    layers = {graft.site.layer for graft in changes}
+    heads = [graft for graft in plan.grafts if graft.form == "head"]
+    layers = {
+        graft.site.layer
+        for graft in heads
+        if graft.mode == "replace" or mixer_of(hybrid, graft.site).attention.o_proj.weight.any()
+    }
     if getattr(hybrid.config, BASE_STATE_SIZE, None) is not None:
         layers = {spec.layer for spec in family_of(base.config).mixers(base.config) if spec.is_ssm}
     a, b = _logits_of_both(base, hybrid, input_ids, attention_mask, layers)

@@ -31,6 +31,8 @@ _WIDE = 32  # channels of a state from which copies are not widened (paper/LOG.m
 _SHARE_OF_MEMORY = 0.8
 _PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pairs
 Place = tuple[str | int, ...]  # of a value, such as `("train", "sources", 0)`
+_TRAIN: Place = ("train",)
+_ANSWER: Place = ("train", "stages", 1)  # the stage that trains on answers, where there are two
 _WIDTH = 116  # of a comment
 _MOST = 3  # accuracies to list in a comment
 # Of small bases; of others, in two stages; and of others on a CPU, where steps are slow. Measured were the first
@@ -193,38 +195,32 @@ def _train(draft: _Draft, found: Findings) -> None:
     sources, reasons = _sources(found, slow)
     base_rate, heads_rate = rates(found.parameters)
     rated = {"lr": base_rate, "new_heads_lr": heads_rate, "warmup": 20}
-    ends = ", ".join(f"{a:g} / {b:g} at {float(f'{size / 1e6:.2g}'):,g} million" for size, a, b in RATES)
-    why_rates = f"Rates by size, between those of the recipes: {ends} weights."
-    longer = "Train longer if `answer` in training.json still falls at the end."
-    stage: Place = ("train",)
     if found.is_small:
-        draft.set("train.steps", _STEPS, f"Steps that the shipped bases needed. {longer}")
+        place, why = _TRAIN, "that the shipped bases needed"
+        draft.data["train"] = {"steps": _STEPS, "sources": sources, "optimizer": rated}
     else:
+        place = _ANSWER
         read, answer = _STEPS_ON_A_CPU if slow else _STEPS_OF_NEW_HEADS
         why = "that one larger base needed" if slow else "for a GPU: more than one larger base needed on a CPU"
-        supervised = [
+        reads = [
             {**source, **_many_questions(source), "weights": {"attention": 1.0}}
             for source in sources
             if "attention" in source["weights"]
         ]
-        first = {"name": "read", "steps": read, "trainable": "reads", "sources": supervised, "optimizer": rated}
-        last = {"name": "answer", "steps": answer, "trainable": "new_heads"}
-        draft.set("train.stages", [first, last])
+        stages = (("read", read, "reads", reads), ("answer", answer, "new_heads", sources))
+        keys = ("name", "steps", "trainable", "sources")
+        draft.set("train.stages", [{**dict(zip(keys, stage, strict=True)), "optimizer": rated} for stage in stages])
         why_read = "the new heads first learn where to read, in steps that run no layer above them."
         draft.explain(("train", "stages", 0), f"{_SPREAD}: {why_read}")
         draft.explain(("train", "stages", 0, "sources", 0), "As below. More questions cost little here.")
-        draft.explain(
-            ("train", "stages", 1), "Then what to make of it, in the frozen base, which keeps what it can do."
-        )
-        stage = ("train", "stages", 1)
-        draft.explain((*stage, "steps"), f"Steps {why}. {longer}")
+        draft.explain(_ANSWER, "Then what to make of it, in the frozen base, which keeps what it can do.")
+    draft.explain((*place, "steps"), f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
     if found.machine.on_gpu and found.parameters >= 1e9:
         draft.set("train.precision", "bf16", "A GPU, and a billion weights or more.")
-    section = draft.data["train"] if found.is_small else last
-    section |= {"sources": sources, "optimizer": rated}
     for number, reason in enumerate(reasons):
-        draft.explain((*stage, "sources", number), reason)
-    draft.explain((*stage, "optimizer"), why_rates)
+        draft.explain((*place, "sources", number), reason)
+    ends = ", ".join(f"{a:g} / {b:g} at {float(f'{size / 1e6:.2g}'):,g} million" for size, a, b in RATES)
+    draft.explain((*place, "optimizer"), f"Rates by size, between those of the recipes: {ends} weights.")
 
 
 def _many_questions(source: Mapping[str, Any]) -> dict[str, int]:
@@ -310,7 +306,7 @@ def _fit_memory(draft: _Draft, found: Findings, say: Say) -> None:
             draft.explain(("train", key), reason)
         measured = _estimate(draft.data)
     say(f"memory of training: about {measured / GIB:.1f} of {found.machine.memory_gib:g} GiB")
-    place = ("train", "stages", 1, "steps")
+    place = (*_ANSWER, "steps")
     draft.explain(place, f"{draft.comments[place]} Memory: about {measured / GIB:.1f} GiB.")
 
 

@@ -157,10 +157,9 @@ def first_round(heads: HeadSet, steps: int) -> Iterator[Arm]:
     others = [str(head.head) for head in ranked(heads)[2:] if head.reads == "answer_token"]
     for names in (best[:2], [*best[:2], *others[:1]], best[:4], best[:8]):
         first = f"{len(names)} heads, read first"
-        copied: dict[str, Any] = {"heads": tuple(names), "output": "copy"}
         yield frozen(f"{len(names)} heads", "head", names)
-        yield Arm(first, "head", trains="new_heads", steps=steps, reads=READS, new_heads_lr=2.0e-3, **copied)
-        yield Arm(f"{len(names)} heads, then all", "head", steps=steps, seed=1, after=first, **copied)
+        yield frozen(first, "head", names, reads=READS, new_heads_lr=2.0e-3, output="copy")
+        yield Arm(f"{len(names)} heads, then all", "head", heads=tuple(names), steps=steps, seed=1, after=first)
     yield Arm(f"head {reader}, all", "head", heads=(reader,), steps=steps)
     yield Arm(f"head {reader}, LoRA", "head", heads=(reader,), trains="lora", steps=steps)
     yield frozen(f"head {reader}, random", "head", [reader], init="random")

@@ -7,12 +7,15 @@ these rows and their short convolutions. In Mamba-1 it reads the mixer's B, C an
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.errors import PlanError
@@ -22,6 +25,7 @@ from surgery.models.alterations import silence
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad, stays_in_fp32
 from surgery.models.spliced import BASE_STATE_SIZE
+from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Splice
 from surgery.splice.insertion import insert_layers
 from surgery.splice.plan import check_state_size, hybrid_config, splice_field
@@ -74,6 +78,10 @@ def splice_model(
         given = "no channels were chosen" if cut is None else f"{cut.state_size} channels were chosen"
         hint = f"For splice_model, {given}. Pass cut=choose_channels(contributions, state_size)."
         raise PlanError("splice.state_size", state_size, hint)
+    copies_output = section is not None and section.output == "copy"
+    copied = [graft for graft in plan.grafts if graft.init == "ssm" and (copies_output or graft.mode == "replace")]
+    for graft, square in zip(copied, _mean_squares(model, copied, plan.seed), strict=True):
+        fields[plan.grafts.index(graft)]["norm_eps"] = square
     config = hybrid_config(model.config, fields, state_size)
     with torch.device("meta"):
         hybrid = family.build_hybrid(config)
@@ -82,7 +90,7 @@ def splice_model(
         target = mixer_of(hybrid, graft.site)
         branch: SplicedAttention = target.attention.to_empty(device=model.device)
         branch.initialize()
-        copies = graft.mode == "replace" or (section is not None and section.output == "copy")
+        copies = graft.mode == "replace" or copies_output
         branch.fill(HeadSource(graft, mixer_of(model, graft.site), plan.seed, teacher, copies))
         if graft.unit == "layer":
             if section is not None and section.with_block:
@@ -114,6 +122,40 @@ def cut_model(model: PreTrainedModel, cut: StateCut) -> PreTrainedModel:
         smaller: PreTrainedModel = type(model)(config)
     _take_over(model, smaller, cut)
     return smaller.to(model.device).eval()
+
+
+def _mean_squares(model: PreTrainedModel, grafts: Sequence[Graft], seed: int) -> list[float]:
+    """Measure by which mean square the norm behind the SSM divides the heads of each graft, on random tokens.
+
+    That norm spans many heads: one that holds little adds little to the stream. A branch has a norm for each head,
+    which would give all that it reads one size. With this mean square as epsilon, a copied output adds at most what the
+    SSM head would. Without a norm behind the SSM it is 1.
+    """
+    squares: dict[Graft, float] = {}
+
+    def measure(graft: Graft, norm: nn.Module, args: tuple, kwargs: dict[str, Any], normed: Tensor) -> None:
+        scan, gate = (*args, *kwargs.values())
+        weighted = scan.float() * F.silu(gate.float()) * norm.weight.float()
+        columns = [structure_of(graft.site).weight_slices(graft.site, head).out for head in graft.heads]
+        before, after = (torch.stack([x[..., c] for c in columns]) for x in (weighted, normed.float()))
+        ratio = before.square().mean(-1) / after.square().mean(-1)
+        square = float(ratio.nanmedian().nan_to_num(1.0))  # NaN: heads that are 0
+        squares[graft] = float(f"{square:.2g}")  # two digits, so that a hybrid that is built again is the same
+
+    with ExitStack() as hooks:
+        for graft in grafts:
+            structure, mixer = structure_of(graft.site), mixer_of(model, graft.site)
+            if structure.norm_weight(mixer) is None:
+                squares[graft] = 1.0
+                continue
+            norm = structure.scan_reader(mixer)
+            hooks.callback(norm.register_forward_hook(partial(measure, graft), with_kwargs=True).remove)
+        if len(squares) < len(grafts):
+            draw = torch.Generator().manual_seed(seed)
+            ids_BT = torch.randint(model.config.get_text_config().vocab_size, (1, 512), generator=draw)
+            hooks.enter_context(torch_scans(model))
+            model(ids_BT.to(model.device), use_cache=False)
+    return [squares[graft] for graft in grafts]
 
 
 def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel, cut: StateCut | None) -> None:

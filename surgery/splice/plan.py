@@ -20,7 +20,7 @@ from surgery.recipe import Splice
 from surgery.splice.insertion import check_counts, check_inserts
 from surgery.splice.source import PlanSource
 from surgery.splice.travel import check_travels
-from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, ScoredHead
+from surgery.types import Graft, HeadId, HeadSet, MixerSpec, Plan, Reads, ScoredHead
 
 
 def make_plan(
@@ -84,19 +84,19 @@ def make_plan(
 
 def _graft(site: MixerSpec, heads: list[ScoredHead], splice: Splice, teacher: PreTrainedConfig | None) -> Graft:
     """Return the graft of one mixer."""
-    reads = []
+    reads: list[Reads] = []
     for scored in heads:
-        if scored.reads is None:
+        # Without a convolution a block finds the value itself, and not the end of its segment.
+        read = "answer_token" if splice.form == "block" else scored.reads
+        if read is None:
             hint = (
                 "The position that this head reads was not measured. Add sharpen to locate.methods, and locate again."
             )
             raise PlanError("heads.json", str(scored.head), hint)
-        reads.append(scored.reads)
+        reads.append(read)
     numbers = tuple(scored.head.head for scored in heads)
     if splice.form != "head":
         before = site.layer if splice.before is None else splice.before
-        if splice.form == "block":  # without a convolution it finds the value itself, and not the end of its segment
-            reads = ["answer_token"] * len(reads)
         return Graft(site, numbers, splice.mode, splice.init, tuple(reads), form=splice.form, before=before)
     if not branch_of(splice.init).needs_teacher:
         return Graft(site, numbers, splice.mode, splice.init, tuple(reads))

@@ -7,7 +7,7 @@ same arms.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from surgery.files.atomic import fingerprint
 from surgery.recipe import Splice, Train
 from surgery.types import HeadSet, ScoredHead
 
-VERSION = 2  # raised when an arm's result changes for the same definition
+VERSION = 3  # raised when an arm's result changes for the same definition
 Form = Literal["none", "head", "block", "pair"]
 Trains = Literal["all", "new_heads", "lora"]
 Mixture = Literal["hard", "dense", "answered", "told twice", "digits"]
@@ -159,7 +159,8 @@ def first_round(heads: HeadSet, steps: int) -> Iterator[Arm]:
         first = f"{len(names)} heads, read first"
         yield frozen(f"{len(names)} heads", "head", names)
         yield frozen(first, "head", names, reads=READS, new_heads_lr=2.0e-3, output="copy")
-        yield Arm(f"{len(names)} heads, then all", "head", heads=tuple(names), steps=steps, seed=1, after=first)
+        both = Arm(f"{len(names)} heads, then all", "head", heads=tuple(names), steps=steps, lr=1.0e-4, output="copy")
+        yield replace(both, seed=1, after=first)
     yield Arm(f"head {reader}, all", "head", heads=(reader,), steps=steps)
     yield Arm(f"head {reader}, LoRA", "head", heads=(reader,), trains="lora", steps=steps)
     yield frozen(f"head {reader}, random", "head", [reader], init="random")

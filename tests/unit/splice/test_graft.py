@@ -94,6 +94,27 @@ class TestCopies:
                 parts.append(block if norm is None else block * norm[own[head]])
             assert torch.equal(branch.o_proj.weight, torch.cat(parts, dim=1))
 
+    @every_spliced
+    def test_what_is_copied_is_divided_by_no_less_than_the_norm_behind_the_ssm_divides_by(self, name: str) -> None:
+        """A norm for each head would give reads of nothing the size of reads of everything."""
+        model, plan, ids = base(name), plan_of(base(name), "replace"), tokens()
+        with record(model, [g.site for g in plan.grafts]) as trace:
+            logits(model, ids)
+        for graft, branch in zip(plan.grafts, branches(spliced(model, "replace")), strict=True):
+            structure, spec = structure_of(graft.site), graft.site
+            norm, scan, heads = (
+                structure.norm_weight(mixer_of(model, spec)),
+                trace.scan[spec.name],
+                trace.heads[spec.name],
+            )
+            if norm is None:
+                assert branch.norm_eps == 1.0
+                continue
+            slices = [structure.weight_slices(spec, head) for head in graft.heads]
+            gated = [scan[..., s.out] * F.silu(trace.projected[spec.name][..., s.gate]) * norm[s.out] for s in slices]
+            squares = [(x / heads[..., s.out]).square() for x, s in zip(gated, slices, strict=True)]
+            assert min(x.min() for x in squares) < branch.norm_eps < max(x.max() for x in squares)
+
 
 class TestRandom:
     @staticmethod

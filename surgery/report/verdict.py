@@ -91,7 +91,7 @@ def verdict_of(results: Mapping[str, Any], recipe: Recipe) -> Verdict:
         clauses = [f"The hybrid{drawn} is {_WORDS[tone]} than {name}: {label}, {against}"]
         if reference == "no_splice" and (_tone(to_base) == "worse" or tone == "better" != _tone(to_base)):
             clauses.append(f"it is {_WORDS[_tone(to_base)]} than {base} ({_percent(found['base'])})")
-        if reference == "base" and tone == "better":
+        if reference == "base" and tone == "better" and any(stage.trains_control for stage in recipe.train.sequence):
             clauses.append("no control was trained, so training alone may be the reason")
         if _begins_better(hybrid):
             first = _percent(hybrid["first_token"])

@@ -24,8 +24,7 @@ from surgery.run.measuring import SMALL, Findings
 from surgery.run.probing import ADJACENT, EASY, FAR, HARD, Say, two_digits
 
 _AT_QUERY = ["query", "patching", "sharpen"]  # one decode step per head and column
-_ARMS = 4  # of an evaluation: base, control, hybrid without its new heads, hybrid
-_MINUTES = {"locate": 5, "evaluate": 10}  # aimed at
+_MINUTES = {"locate": 5, "evaluate": 15}  # aimed at
 _STEP = 1.2  # cost of a token in a decode step, compared with one in a full pass (paper/LOG.md, 2026-11-23)
 _WIDE = 32  # channels of a state from which copies are not widened (paper/LOG.md, 2026-11-23)
 _SHARE_OF_MEMORY = 0.8
@@ -278,7 +277,8 @@ def _evaluate(draft: _Draft, found: Findings) -> None:
     tasks.append({"task": "perplexity"})
     reasons.append(f"Of sentences: {found.perplexity:.3g} before training.")
     tokens = sum(found.tokens_of(n) for task in tasks for n in task.get("pairs", (_PAIRS_OF_UNSIZED,)))
-    seconds = [(n, n * tokens * _ARMS / found.tokens_per_second) for n in (200, 100, 50, 32)]
+    arms = 3 if "stages" in draft.data["train"] else 4  # base, hybrid, hybrid without its new heads; a trained control
+    seconds = [(n, n * tokens * arms / found.tokens_per_second) for n in (200, 100, 50, 32)]
     examples, time = next((pair for pair in seconds if pair[1] <= _MINUTES["evaluate"] * 60), seconds[-1])
     draft.set("evaluate.tasks", [task["task"] if len(task) == 1 else task for task in tasks])
     for number, reason in enumerate(reasons):

@@ -109,6 +109,13 @@ def test_better_than_the_control_alone_is_not_hidden() -> None:
         assert f"it is {word} than the base ({100 * before:.1f}%)" in sentence
 
 
+def test_a_frozen_base_is_its_own_control() -> None:
+    for recipe, doubted in ((RECIPE, True), (spliced("owner/base", {"trainable": "new_heads"}), False)):
+        sentence = verdict_of(results(arm(0.9), None, arm(0.4)), recipe).sentence
+        assert sentence.startswith("The hybrid is better than the base")
+        assert ("no control was trained, so training alone may be the reason" in sentence) == doubted
+
+
 COUNTS = {"found": 40, "ambiguous": 50, "missing": 5}
 
 

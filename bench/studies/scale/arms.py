@@ -48,7 +48,7 @@ class Arm:
     mixture: Mixture = "dense"
     steps: int = 100
     seed: int = 0
-    lr: float = 3.0e-4
+    lr: float = 1.0e-4  # 3e-4 disturbs what the base can do
     new_heads_lr: float = 3.0e-3
     after: str = ""
     reads: int = 0
@@ -159,8 +159,8 @@ def first_round(heads: HeadSet, steps: int) -> Iterator[Arm]:
         first = f"{len(names)} heads, read first"
         yield frozen(f"{len(names)} heads", "head", names)
         yield frozen(first, "head", names, reads=READS, new_heads_lr=2.0e-3, output="copy")
-        both = Arm(f"{len(names)} heads, then all", "head", heads=tuple(names), steps=steps, lr=1.0e-4, output="copy")
-        yield replace(both, seed=1, after=first)
+        then = {"seed": 1, "after": first, "new_heads_lr": 1.0e-3}
+        yield replace(frozen(f"{len(names)} heads, then all", "head", names, output="copy", **then), trains="all")
     yield Arm(f"head {reader}, all", "head", heads=(reader,), steps=steps)
     yield Arm(f"head {reader}, LoRA", "head", heads=(reader,), trains="lora", steps=steps)
     yield frozen(f"head {reader}, random", "head", [reader], init="random")

@@ -7,7 +7,7 @@ these rows and their short convolutions. In Mamba-1 it reads the mixer's B, C an
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -78,10 +78,11 @@ def splice_model(
         given = "no channels were chosen" if cut is None else f"{cut.state_size} channels were chosen"
         hint = f"For splice_model, {given}. Pass cut=choose_channels(contributions, state_size)."
         raise PlanError("splice.state_size", state_size, hint)
-    copies_output = section is not None and section.output == "copy"
-    copied = [graft for graft in plan.grafts if graft.init == "ssm" and (copies_output or graft.mode == "replace")]
-    for graft, square in zip(copied, _mean_squares(model, copied, plan.seed), strict=True):
-        fields[plan.grafts.index(graft)]["norm_eps"] = square
+    adds_copies = section is not None and section.output == "copy"
+    copying = {graft for graft in plan.grafts if adds_copies or graft.mode == "replace"}
+    squares = _mean_squares(model, [graft for graft in copying if graft.init == "ssm"], plan.seed)
+    for graft, entry in zip(plan.grafts, fields, strict=True):
+        entry["norm_eps"] = squares.get(graft, entry["norm_eps"])
     config = hybrid_config(model.config, fields, state_size)
     with torch.device("meta"):
         hybrid = family.build_hybrid(config)
@@ -90,7 +91,7 @@ def splice_model(
         target = mixer_of(hybrid, graft.site)
         branch: SplicedAttention = target.attention.to_empty(device=model.device)
         branch.initialize()
-        copies = graft.mode == "replace" or copies_output
+        copies = graft in copying
         branch.fill(HeadSource(graft, mixer_of(model, graft.site), plan.seed, teacher, copies))
         if graft.unit == "layer":
             if section is not None and section.with_block:
@@ -124,7 +125,7 @@ def cut_model(model: PreTrainedModel, cut: StateCut) -> PreTrainedModel:
     return smaller.to(model.device).eval()
 
 
-def _mean_squares(model: PreTrainedModel, grafts: Sequence[Graft], seed: int) -> list[float]:
+def _mean_squares(model: PreTrainedModel, grafts: Collection[Graft], seed: int) -> dict[Graft, float]:
     """Measure by which mean square the norm behind the SSM divides the heads of each graft, on random tokens.
 
     That norm spans many heads: one that holds little adds little to the stream. A branch has a norm for each head,
@@ -155,7 +156,7 @@ def _mean_squares(model: PreTrainedModel, grafts: Sequence[Graft], seed: int) ->
             ids_BT = torch.randint(model.config.get_text_config().vocab_size, (1, 512), generator=draw)
             hooks.enter_context(torch_scans(model))
             model(ids_BT.to(model.device), use_cache=False)
-    return [squares[graft] for graft in grafts]
+    return squares
 
 
 def _take_over(model: PreTrainedModel, hybrid: PreTrainedModel, cut: StateCut | None) -> None:

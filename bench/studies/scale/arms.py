@@ -7,7 +7,7 @@ same arms.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,8 +159,8 @@ def first_round(heads: HeadSet, steps: int) -> Iterator[Arm]:
         first = f"{len(names)} heads, read first"
         yield frozen(f"{len(names)} heads", "head", names)
         yield frozen(first, "head", names, reads=READS, new_heads_lr=2.0e-3, output="copy")
-        then = {"seed": 1, "after": first, "new_heads_lr": 1.0e-3}
-        yield replace(frozen(f"{len(names)} heads, then all", "head", names, output="copy", **then), trains="all")
+        then = {"seed": 1, "after": first, "new_heads_lr": 1.0e-3, "output": "copy"}
+        yield Arm(f"{len(names)} heads, then all", "head", heads=tuple(names), steps=steps, **then)
     yield Arm(f"head {reader}, all", "head", heads=(reader,), steps=steps)
     yield Arm(f"head {reader}, LoRA", "head", heads=(reader,), trains="lora", steps=steps)
     yield frozen(f"head {reader}, random", "head", [reader], init="random")

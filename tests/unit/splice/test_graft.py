@@ -102,11 +102,8 @@ class TestCopies:
             logits(model, ids)
         for graft, branch in zip(plan.grafts, branches(spliced(model, "replace")), strict=True):
             structure, spec = structure_of(graft.site), graft.site
-            norm, scan, heads = (
-                structure.norm_weight(mixer_of(model, spec)),
-                trace.scan[spec.name],
-                trace.heads[spec.name],
-            )
+            scan, heads = trace.scan[spec.name], trace.heads[spec.name]
+            norm = structure.norm_weight(mixer_of(model, spec))
             if norm is None:
                 assert branch.norm_eps == 1.0
                 continue

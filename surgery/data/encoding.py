@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.data.positions import Positions, encode_each
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document
+from surgery.types import Reads
 
 Side = Literal["left", "right"]
 _QUESTION = ("query", "target", "segment_start", "segment_end", "answer_token", "gold")  # the first fields of Positions
@@ -41,9 +42,10 @@ class EncodedBatch:
       whitespace at their ends, since a text may have other tokens in another place (` 51`, `2` and `5`, `12`). A token
       that begins inside another one of the value is held by that one. Tokens that share a character (its bytes are
       split) correspond in their order. An answer's first token is held by the value's first, where heads are located.
-    - `read_segment_end`: for the last token of the value the segment's last token, where a Gather head writes key and
-      value; for those before it, as many tokens before that. A copied head reads there before any training: answer
-      token i one token after the value's token i, if the segment ends one token after the value (paper/SCALE.md).
+    - `read_segment_end`: the token after that one, or the segment's last if there is none. A copied head reads there
+      before any training (paper/SCALE.md). If the segment begins with the value, its key follows, and a Gather head has
+      both at the segment's end: then it is the segment's last token for the last token of the value, and for those
+      before it as many tokens before that.
 
     Both are -1 if no token of the value holds answer token i: the answer continues after the text of the value, or
     begins with another text. Then only its first token has gold positions.
@@ -96,6 +98,12 @@ class EncodedBatch:
     def last_question(self) -> tuple[Tensor, Tensor]:
         """(B,K,C) tokens of the choices of each row's last question, and (B,) the index of the answer."""
         return self.of_last_question(self.choice_tokens), self.of_last_question(self.gold)
+
+    def last_read(self, reads: Reads) -> Tensor:
+        """(B,) the gold position of the first token of each row's last answer; -1 if there is none."""
+        is_last_BR = self.read_query == self.of_last_question(self.query)[:, None]
+        gold_BR = getattr(self, f"read_{reads}").masked_fill(~is_last_BR, -1)
+        return gold_BR.max(1).values
 
     def of_last_question(self, values_BQ: Tensor) -> Tensor:
         """(B,Q,...) -> (B,...), the entry of each row's last question."""

@@ -340,7 +340,7 @@ def oracle_values(run: CleanRun, spec: MixerSpec, position: Reads) -> Tensor:
         (B,H,P)
     """
     activations = run.prompt.activations
-    gold = run.batch.of_last_question(getattr(run.batch, position))
+    gold = run.batch.last_read(position)
     x_BHP = values_at(run.model, spec, activations, run.before_query, gold).float()
     usual_H = mixed_at_query(run.model, spec, activations).float().pow(2).sum(-1).mean(0).sqrt()
     unit = x_BHP / x_BHP.norm(dim=-1, keepdim=True).clamp(min=1e-9)

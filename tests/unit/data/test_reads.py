@@ -43,9 +43,8 @@ def shown(document: Document, tokenizer: PreTrainedTokenizerFast) -> list[tuple[
     """(the token that a query has to predict, the token that it reads), as text."""
     batch = encode([document], tokenizer)
     text = [tokenizer.decode([i]) for i in batch.input_ids[0].tolist()]
-    held = [(end, place) for _, end, place in reads(batch) if place >= 0]
-    assert max(held)[0] == int(batch.segment_end[0, 0]) and len({end - place for end, place in held}) == 1
-    assert all((end < 0) == (place < 0) for _, end, place in reads(batch))
+    last = int(batch.segment_end[0, 0])
+    assert all(end == (min(place + 1, last) if place >= 0 else -1) for _, end, place in reads(batch))
     return [(text[query + 1], text[place] if place >= 0 else "") for query, _, place in reads(batch)]
 
 
@@ -71,6 +70,22 @@ def test_every_token_is_read_where_it_stands() -> None:
     first, query = int(batch.answer_token[0, 0]), int(batch.query[0, 0])
     assert reads(batch) == [(query + i, first + i + 1, first + i) for i in range(3)]
     assert int(batch.segment_end[0, 0]) == first + 3
+
+
+def test_text_after_the_value() -> None:
+    """The read is the token after the value's; at the segment's end only if the key follows the value."""
+    for line, expected in (("a:712 and more\n", "12 "), ("712 for a\n", " a\n")):
+        writer = Writer()
+        writer.add("b:90\n")
+        segment = writer.add(line)
+        first = segment[0] + line.index("712")
+        writer.add("a>")
+        question = Question(writer.add("712"), (), -1, segment, (first, first + 3))
+        batch = encode([Document("made_up", writer.text, (question,))], byte_tokenizer())
+        places = [end for _, end, _ in reads(batch)]
+        assert "".join(writer.text[place] for place in places) == expected
+        assert batch.last_read("segment_end").tolist() == places[:1]
+        assert batch.last_read("answer_token").tolist() == [first]
 
 
 def test_other_tokens_in_the_segment() -> None:

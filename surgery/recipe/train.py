@@ -14,11 +14,12 @@ from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.recipe.optimizer import Optimizer
 from surgery.recipe.plateau import Plateau
 from surgery.recipe.section import OneOrMore, Positive, Section, Tokens
-from surgery.recipe.sources import DEFAULT_ROWS, DEFAULT_WEIGHTS, Data, Source
+from surgery.recipe.sources import DEFAULT_ROWS, DEFAULT_WEIGHTS, Data, Source, Weights
 
 STAGE_NAME = r"^[a-z0-9_-]+$"
 Trainable = Literal["all", "reads", "new_heads", "spliced_layers", "lora"]
 Precision = Literal["fp32", "bf16"]
+MAX_QUESTIONS = 48  # of a document of the stage `read`
 
 
 class Lora(Section):
@@ -207,6 +208,14 @@ class TrainStage(Section):
         return any(need.startswith("teacher.") for need in self.needs)
 
 
+def _reading(source: Source) -> Source:
+    """The source of a stage that trains attention alone: a read costs little beside its context."""
+    update: dict[str, Any] = {"weights": Weights(attention=1.0)}
+    if source.probe is not None and "questions" in source.probe.options:
+        update["questions"] = max(source.questions, min(source.pairs[0], MAX_QUESTIONS))
+    return source.model_copy(update=update)
+
+
 class Train(TrainStage):
     """Brief training in one stage, or in several `stages`. The gradients of a step's sources are summed."""
 
@@ -214,6 +223,12 @@ class Train(TrainStage):
         (),
         description="Several stages instead of one, such as align, distil, finetune.",
         examples=[[{"name": "finetune", "sources": [{"task": "kv_retrieval"}]}]],
+    )
+    read_steps: Positive | None = Field(
+        None,
+        description="Steps of a stage `read` before: `trainable: reads` on the attention of the same sources. A task "
+        f"asks as many questions as it has pairs, up to {MAX_QUESTIONS}. By default there is none.",
+        examples=[150],
     )
     teacher: Checkpoint | None = Field(
         None, description="Model with the same tokenizer, for the objectives that compare with a teacher."
@@ -271,6 +286,10 @@ class Train(TrainStage):
             outside = sorted(name for name, field in fields if getattr(self, name) != field.default)
             if outside:
                 raise ValueError(f"with `stages`, set {', '.join(outside)} in each stage instead of in `train`")
+            if self.read_steps is not None:
+                raise ValueError("with `stages`, add a stage with `trainable: reads` in place of `read_steps`")
+        elif self.read_steps is not None and not any(source.weights.uses("attention") for source in self.sources):
+            raise ValueError("`read_steps` needs a source with `weights.attention`. Set it, or remove `read_steps`")
         names = [stage.name for stage in self.sequence]
         if len(set(names)) < len(names):
             raise ValueError(f"two stages have the same name: {', '.join(names)}. Rename one")
@@ -313,7 +332,16 @@ class Train(TrainStage):
     @property
     def sequence(self) -> tuple[TrainStage, ...]:
         """Stages, in order."""
-        return self.stages or (self,)
+        if self.stages or self.read_steps is None:
+            return self.stages or (self,)
+        read = TrainStage(
+            name="read",
+            steps=self.read_steps,
+            trainable="reads",
+            sources=tuple(_reading(source) for source in self.sources if source.weights.uses("attention")),
+            optimizer=self.optimizer.model_copy(update={"new_heads_lr_factor": 1.0}),  # nothing else changes
+        )
+        return read, self.model_copy(update={"read_steps": None})
 
     @property
     def num_all_steps(self) -> int:
@@ -331,7 +359,9 @@ class Train(TrainStage):
             stage.model_copy(update={"steps": number, "tokens": None, "plateau": None})
             for stage, number in zip(self.sequence, steps, strict=True)
         ]
-        update = {"stages": tuple(fixed)} if self.stages else {"steps": steps[0], "tokens": None, "plateau": None}
+        if len(fixed) > 1:
+            return self.model_copy(update={"stages": tuple(fixed)})
+        update = {"steps": steps[0], "tokens": None, "plateau": None}
         return self.model_copy(update=update)
 
     @property

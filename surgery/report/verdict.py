@@ -268,7 +268,8 @@ def _advice(results: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     if any("plateau" in stage for stage in results.get("training", {}).values()):  # more `steps` would change nothing
         longer += ": a plateau ended a stage early, so increase `plateau.patience` or `plateau.min_steps`"
     elif recipe.train.steps:
-        longer += f": repeat the command with train.steps={2 * steps}"
+        steps = recipe.train.steps
+        longer = f"train longer (now {steps} steps): repeat the command with train.steps={2 * steps}"
     for name, entry in arms["hybrid"].get("held_out", {}).items():
         if "accuracy" not in entry:
             continue

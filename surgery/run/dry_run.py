@@ -295,11 +295,8 @@ def _timed(
 ) -> list[float]:
     """Train a few steps of every stage with random weights. Return the seconds of a step, by stage."""
     short = {"steps": STEPS, "tokens": None, "plateau": None}
-    train = recipe.train.model_copy(update={"check_every": None, "trackers": ()})
-    if train.stages:
-        train = train.model_copy(update={"stages": tuple(stage.model_copy(update=short) for stage in train.stages)})
-    else:
-        train = train.model_copy(update=short)
+    stages = tuple(stage.model_copy(update=short) for stage in recipe.train.sequence)
+    train = recipe.train.model_copy(update={"check_every": None, "trackers": (), "stages": stages})
     accelerator = make_accelerator()
     frozen = _random(base()).to(accelerator.device) if "base.logits" in train.needs else None
     history = train_model(_random(hybrid()), tokenizer, train, plan, frozen, recipe.seed, None, accelerator)

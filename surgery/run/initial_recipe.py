@@ -31,11 +31,10 @@ _SHARE_OF_MEMORY = 0.8
 _PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pairs
 Place = tuple[str | int, ...]  # of a value, such as `("train", "sources", 0)`
 _TRAIN: Place = ("train",)
-_ANSWER: Place = ("train", "stages", 1)  # the stage that trains on answers, where there are two
 _WIDTH = 116  # of a comment
 _MOST = 3  # accuracies to list in a comment
-# Of small bases; of others, in two stages; and of others on a CPU, where steps are slow. Measured were the first
-# (docs/your-model.md) and the last (paper/SCALE.md).
+# `steps` of small bases; `read_steps` and `steps` of others, and of those on a slow CPU. Measured were
+# the first (docs/your-model.md) and the last (paper/SCALE.md).
 _STEPS, _STEPS_OF_NEW_HEADS, _STEPS_ON_A_CPU = 500, (400, 100), (250, 30)
 _SPREAD = f"From {SMALL // 10**6} million weights on"  # one base was measured, of 24 million (paper/SCALE.md)
 
@@ -194,37 +193,23 @@ def _train(draft: _Draft, found: Findings) -> None:
     sources, reasons = _sources(found, slow)
     base_rate, heads_rate = rates(found.parameters)
     rated = {"lr": base_rate, "new_heads_lr": heads_rate, "warmup": 20}
-    if found.is_small:
-        place, why = _TRAIN, "that the shipped bases needed"
-        draft.data["train"] = {"steps": _STEPS, "sources": sources, "optimizer": rated}
-    else:
-        place = _ANSWER
-        read, answer = _STEPS_ON_A_CPU if slow else _STEPS_OF_NEW_HEADS
+    section: dict[str, Any] = {"steps": _STEPS}
+    why = "that the shipped bases needed"
+    if not found.is_small:
+        read, steps = _STEPS_ON_A_CPU if slow else _STEPS_OF_NEW_HEADS
         why = "that one larger base needed" if slow else "for a GPU: more than one larger base needed on a CPU"
-        reads = [
-            {**source, **_many_questions(source), "weights": {"attention": 1.0}}
-            for source in sources
-            if "attention" in source["weights"]
-        ]
-        stages = (("read", read, "reads", reads), ("answer", answer, "new_heads", sources))
-        keys = ("name", "steps", "trainable", "sources")
-        draft.set("train.stages", [{**dict(zip(keys, stage, strict=True)), "optimizer": rated} for stage in stages])
         why_read = "the new heads first learn where to read, in steps that run no layer above them."
-        draft.explain(("train", "stages", 0), f"{_SPREAD}: {why_read}")
-        draft.explain(("train", "stages", 0, "sources", 0), "As below. More questions cost little here.")
-        draft.explain(_ANSWER, "Then what to make of it, in the frozen base, which keeps what it can do.")
-    draft.explain((*place, "steps"), f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
+        section = {"read_steps": read, "steps": steps, "trainable": "new_heads"}
+        draft.explain((*_TRAIN, "read_steps"), f"{_SPREAD}: {why_read}")
+        draft.explain((*_TRAIN, "trainable"), "Then what to make of it. The frozen base keeps what it can do.")
+    draft.data["train"] = {**section, "sources": sources, "optimizer": rated}
+    draft.explain((*_TRAIN, "steps"), f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
     if found.machine.on_gpu and found.parameters >= 1e9:
         draft.set("train.precision", "bf16", "A GPU, and a billion weights or more.")
     for number, reason in enumerate(reasons):
-        draft.explain((*place, "sources", number), reason)
+        draft.explain((*_TRAIN, "sources", number), reason)
     ends = ", ".join(f"{a:g} / {b:g} at {float(f'{size / 1e6:.2g}'):,g} million" for size, a, b in RATES)
-    draft.explain((*place, "optimizer"), f"Rates by size, between those of the recipes: {ends} weights.")
-
-
-def _many_questions(source: Mapping[str, Any]) -> dict[str, int]:
-    """As many questions about a context as it has pairs, up to 48: a read costs little beside its context."""
-    return {"questions": max(source["questions"], min(48, source["pairs"][0]))} if "questions" in source else {}
+    draft.explain((*_TRAIN, "optimizer"), f"Rates by size, between those of the recipes: {ends} weights.")
 
 
 def _sources(found: Findings, slow: bool) -> tuple[list[dict[str, Any]], list[str]]:
@@ -277,7 +262,7 @@ def _evaluate(draft: _Draft, found: Findings) -> None:
     tasks.append({"task": "perplexity"})
     reasons.append(f"Of sentences: {found.perplexity:.3g} before training.")
     tokens = sum(found.tokens_of(n) for task in tasks for n in task.get("pairs", (_PAIRS_OF_UNSIZED,)))
-    arms = 3 if "stages" in draft.data["train"] else 4  # base, hybrid, hybrid without its new heads; a trained control
+    arms = 4 if found.is_small else 3  # base, hybrid, hybrid without its new heads; a trained control
     seconds = [(n, n * tokens * arms / found.tokens_per_second) for n in (200, 100, 50, 32)]
     examples, time = next((pair for pair in seconds if pair[1] <= _MINUTES["evaluate"] * 60), seconds[-1])
     draft.set("evaluate.tasks", [task["task"] if len(task) == 1 else task for task in tasks])
@@ -306,7 +291,7 @@ def _fit_memory(draft: _Draft, found: Findings, say: Say) -> None:
             draft.explain(("train", key), reason)
         measured = _estimate(draft.data)
     say(f"memory of training: about {measured / GIB:.1f} of {found.machine.memory_gib:g} GiB")
-    place = (*_ANSWER, "steps")
+    place = (*_TRAIN, "steps")
     draft.explain(place, f"{draft.comments[place]} Memory: about {measured / GIB:.1f} GiB.")
 
 

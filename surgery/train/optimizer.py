@@ -41,7 +41,7 @@ def learning_rates_text(section: Train) -> str:
         if stage.trainable == "lora":
             rates["adapters"] = settings.adapters_lr
         text = ", ".join(f"{rate:.3g} for {what}" for what, rate in rates.items())
-        texts.append(f"{stage.name}: {text}" if section.stages else text)
+        texts.append(f"{stage.name}: {text}" if len(section.sequence) > 1 else text)
     return "; ".join(texts)
 
 

@@ -105,7 +105,8 @@ def train_model(
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     numbers = [n for n, stage in enumerate(section.sequence) if stage.trains_control or not control]
     root = None if folder is None else Path(folder)
-    folders = {n: root / f"{n}-{section.stages[n].name}" if root and section.stages else root for n in numbers}
+    stages = section.sequence
+    folders = {n: root / f"{n}-{stages[n].name}" if root and len(stages) > 1 else root for n in numbers}
     for saved in filter(None, folders.values()):
         set_aside_broken(saved, accelerator)
     newest = max((n for n, saved in folders.items() if saved and checkpoints(saved)), default=0)
@@ -137,7 +138,7 @@ def train_model(
                 send_new(history)
                 if trainer.adapters is not None:
                     if outputs is not None and accelerator.is_main_process and not control and not has_changed:
-                        adapters = outputs / ADAPTERS / (stage.name if section.stages else "")
+                        adapters = outputs / ADAPTERS / (stage.name if len(stages) > 1 else "")
                         trainer.adapters.save(adapters, str(model.name_or_path))
                     trainer.adapters.merge(unquantized)  # the next stage and the export need a plain model
             for name, parameter in model.named_parameters():

@@ -25,6 +25,7 @@ from tests.support.pico import pico_base, pico_tokenizer
 
 STAGES = ["train", "control", "evaluate", "export"]
 SMALL = (
+    "train.read_steps=2",
     "train.steps=3",
     "train.sources.0.rows=4",
     *(f"train.sources.{i}.rows=2" for i in (1, 2, 3, 4)),
@@ -117,7 +118,13 @@ def test_rows_that_are_held_out_are_never_trained_on(place: Path, monkeypatch: p
 
     monkeypatch.setattr(IndexedDocuments, "step", spy)
     monkeypatch.chdir(place)
-    given = ["base.model=./hybrid", "train.sources.0.data.path=rows.jsonl", *SMALL, "train.steps=14"]
+    given = [
+        "base.model=./hybrid",
+        "train.sources.0.data.path=rows.jsonl",
+        *SMALL,
+        "train.steps=14",
+        "train.read_steps=null",
+    ]
     recipe = load_recipe(shipped("finetune"), given)
     run_pipeline(recipe, Path("spied"), last="train")
     seen = [document for documents in drawn.values() for document in documents]
@@ -161,7 +168,8 @@ def test_lines_without_spans_are_searched_counted_and_shown(place: Path) -> None
     told = "ambiguous: {ambiguous}, missing: {missing}, found: {found}".format(**counts)
     assert done.stdout.count(told) == 1 and told in (folder / "report.html").read_text()
     losses = json.loads((folder / "training.json").read_text())
-    assert len(losses) == 3 and any(step["attention"] > 0 for step in losses)
+    assert len(losses) == 5 and all(step["attention"] > 0 for step in losses)
+    assert [list(step)[1:3] for step in losses[:2]] == [["loss", "attention"]] * 2, "the read stage"
 
     entry = results["arms"]["hybrid"]["held_out"]["plain.jsonl"]
     assert entry["loss"]["nats"] > 0 and entry["loss"]["tokens"] > entry["n"] == entry["first_token"]["n"]

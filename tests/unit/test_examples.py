@@ -24,9 +24,9 @@ RECORDS = run_path(str(EXAMPLES / "records.py"))
 TEXTS = run_path(str(EXAMPLES / "short_texts.py"))
 RECORD_LINES: list[dict[str, Any]] = [RECORDS["record_line"](Random(i)) for i in range(60)]
 TEXT_LINES: list[dict[str, Any]] = [TEXTS["text_line"](Random(i)) for i in range(60)]
-FUNCTIONS = run_path(str(EXAMPLES / "functions.py"))
-FUNCTION_LINES: list[dict[str, Any]] = [FUNCTIONS["function_line"](Random(i)) for i in range(60)]
-SCRIPTS = ("records.py", "short_texts.py", "functions.py")
+FAQ = run_path(str(EXAMPLES / "faq.py"))
+FAQ_LINES: list[dict[str, Any]] = [FAQ["faq_line"](Random(i)) for i in range(300)]
+SCRIPTS = ("records.py", "short_texts.py", "faq.py")
 
 
 def test_a_record_has_its_agent_and_the_question_asks_for_one() -> None:
@@ -41,18 +41,21 @@ def test_a_record_has_its_agent_and_the_question_asks_for_one() -> None:
         assert line["prompt"][:start].split("\n")[-1].startswith(f"{asked[1]} wrote")
 
 
-def test_the_answer_is_what_python_returns() -> None:
-    for line in FUNCTION_LINES:
-        code, _, call = line["prompt"].rpartition(">>> ")
-        helpers = {name: (lambda *_: None) for name in FUNCTIONS["CALLS"]}
-        exec(code, helpers)
-        assert str(eval(call, helpers)) == line["answer"]
-        assert 3 <= code.count("\ndef ") + 1 <= 6
-        numbers = re.findall(r"return (\d+)", code)
-        assert len(set(numbers)) == len(numbers) == code.count('"""') / 2
-        start, end = line["answer_span"]
-        assert line["prompt"][start:end] == line["answer"]
-        assert line["prompt"][:start].rpartition("def ")[2].startswith(call.partition("(")[0] + "(")
+def test_the_article_of_the_question_has_the_answer() -> None:
+    for line in FAQ_LINES:
+        *articles, question, ask, end = line["prompt"].split("\n")
+        assert (ask, end) == ("Answer:", "")
+        assert 6 <= len(articles) == len(set(articles)) <= 12
+        told = []
+        for subjects, text, asked, answers in FAQ["ARTICLES"]:
+            told += [
+                text.format(x=x, v=v) for x in subjects for v in answers if question == f"Question: {asked.format(x=x)}"
+            ]
+        (article,) = set(told) & set(articles)
+        start, stop = line["answer_span"]
+        assert line["prompt"][start:stop] == line["answer"]
+        place = line["prompt"].index(article)
+        assert place < start and stop < place + len(article)
 
 
 def test_the_answer_of_a_short_text_is_what_it_says_of_that_person() -> None:
@@ -78,7 +81,7 @@ def _pattern(wording: str) -> str:
 
 
 def test_what_is_asked_for_may_stand_anywhere() -> None:
-    for lines, count in ((RECORD_LINES, 6), (TEXT_LINES, 4), (FUNCTION_LINES, 6)):
+    for lines, count in ((RECORD_LINES, 6), (TEXT_LINES, 4), (FAQ_LINES, 12)):
         assert len({line["prompt"][: line["answer_span"][0]].count("\n") for line in lines}) == count
 
 

@@ -34,7 +34,7 @@ class Arm:
         heads: names of the spliced heads; the inserted forms go before the layer of the first.
         trains: as `train.trainable`.
         after: name of the arm with whose weights it begins.
-        reads: steps of `trainable: reads` before, on the attention of the same sources.
+        reads: as `train.read_steps`.
         mixture: `hard` has prompts that the base fails, `dense` the same with more questions each, `answered` prompts
             that it answers, `told twice` the hard ones and dictionaries that are listed twice, `digits` short prompts
             with values of several tokens alone.
@@ -77,16 +77,13 @@ class Arm:
         weights = {"answer": 1.0} if self.form == "none" else {"answer": 1.0, "attention": 1.0}
         sources = [{**source, "train_eos": True, "weights": weights} for source in MIXTURES[self.mixture]]
         stage = {
+            "read_steps": self.reads or None,
             "steps": self.steps,
             "trainable": self.trains,
             "sources": [*sources, *KEPT, *([] if texts is None else [_prose(texts)])],
             "optimizer": {"lr": self.lr, "new_heads_lr": self.new_heads_lr, "warmup": 10},
         }
-        if not self.reads:
-            return Train.model_validate(stage)
-        read = {**stage, "steps": self.reads, "trainable": "reads"}
-        read["sources"] = [{**source, "weights": {"attention": 1.0}} for source in sources]
-        return Train.model_validate({"stages": [{"name": "read", **read}, {"name": "answer", **stage}]})
+        return Train.model_validate(stage)
 
 
 _LONG = {"task": "kv_retrieval", "questions": QUESTIONS}

@@ -46,6 +46,33 @@ def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[s
     assert not Train.model_validate({"stages": stages, "control": False}).has_control
 
 
+def test_read_steps_are_a_stage_before() -> None:
+    """It trains the attention of the sources that supervise it, at the full rate, with as many questions as fit."""
+    own = {
+        "data": {"path": "a.jsonl", "columns": {"answer_span": "auto"}},
+        "rows": 2,
+        "weights": {"answer": 1, "attention": 1},
+    }
+    sources = [
+        KV | {"pairs": [8, 32], "questions": 4, "weights": {"attention": 1}},
+        own,
+        {"task": "sentence", "weights": {"base_kl": 1}},
+    ]
+    section = Train.model_validate(
+        {"sources": sources, "steps": 20, "read_steps": 5, "optimizer": {"new_heads_lr_factor": 0.5}}
+    )
+    read, rest = section.at_size(10**6).sequence
+    assert (read.name, read.num_steps, read.trainable, rest.num_steps) == ("read", 5, "reads", 20)
+    assert [(source.name, source.questions) for source in read.sources] == [("kv_retrieval", 8), ("a.jsonl", 1)]
+    assert read.objectives == ("attention",) and rest.sources == section.sources
+    assert read.optimizer.new_heads_lr == 2 * (rest.optimizer.new_heads_lr or 0)
+    assert [stage.num_steps for stage in section.with_steps([2, 3]).sequence] == [2, 3]
+    with pytest.raises(ValidationError, match=r"needs a source with `weights\.attention`"):
+        Train.model_validate({"sources": sources[2:], "read_steps": 5})
+    with pytest.raises(ValidationError, match="in place of `read_steps`"):
+        Train.model_validate({"stages": [{"name": "a", "sources": sources}], "read_steps": 5})
+
+
 def test_reads_train_on_attention_alone() -> None:
     reads: dict[str, Any] = {"trainable": "reads", "sources": [{**KV, "weights": {"attention": 1.0}}]}
     assert not Train.model_validate(reads).has_control

@@ -87,6 +87,7 @@ def _positions(
     held = _held(document.text, (start, stop), value if segment else None, tokens, range(first, last + 1))
     last_held = max((at for _, at in held), default=-1)
     key_follows = bool(value and segment and value[0] == segment[0])  # nothing of the segment stands before the value
+    shift = segment_end - last_held if key_follows else 1  # from a token of the value to its place at the segment's end
     return Positions(
         query=first - 1,
         target=tokens.ids[first],
@@ -95,15 +96,7 @@ def _positions(
         answer_token=_covering(tokens, value[0])[0] if value else -1,
         gold=question.gold,
         answer=(first, last),
-        reads=[
-            (
-                token - 1,
-                -1 if at < 0 else segment_end - last_held + at if key_follows else min(at + 1, segment_end),
-                at,
-            )
-            for token, at in held
-            if token
-        ],
+        reads=[(token - 1, min(at + shift, segment_end) if at >= 0 else -1, at) for token, at in held if token],
         choices=scored_by(question, document, tuple(tokens.ids[first : last + 1]), of_choice) if of_choice else (),
     )
 

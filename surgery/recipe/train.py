@@ -228,7 +228,7 @@ class Train(TrainStage):
         None,
         description="Steps of a stage `read` before: `trainable: reads` on the attention of the same sources. A task "
         f"asks as many questions as it has pairs, up to {MAX_QUESTIONS}. By default there is none.",
-        examples=[150],
+        examples=[300],
     )
     teacher: Checkpoint | None = Field(
         None, description="Model with the same tokenizer, for the objectives that compare with a teacher."

@@ -30,11 +30,10 @@ _WIDE = 32  # channels of a state from which copies are not widened (paper/LOG.m
 _SHARE_OF_MEMORY = 0.8
 _PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pairs
 Place = tuple[str | int, ...]  # of a value, such as `("train", "sources", 0)`
-_TRAIN: Place = ("train",)
 _WIDTH = 116  # of a comment
 _MOST = 3  # accuracies to list in a comment
-# `steps` of small bases; `read_steps` and `steps` of others, and of those on a slow CPU. Measured were
-# the first (docs/your-model.md) and the last (paper/SCALE.md).
+# `steps` of small bases; `read_steps` and `steps` of others, and of those on a CPU, where steps are slow. Measured
+# were the first (docs/your-model.md) and the last (paper/SCALE.md).
 _STEPS, _STEPS_OF_NEW_HEADS, _STEPS_ON_A_CPU = 500, (400, 100), (250, 30)
 _SPREAD = f"From {SMALL // 10**6} million weights on"  # one base was measured, of 24 million (paper/SCALE.md)
 
@@ -200,16 +199,16 @@ def _train(draft: _Draft, found: Findings) -> None:
         why = "that one larger base needed" if slow else "for a GPU: more than one larger base needed on a CPU"
         why_read = "the new heads first learn where to read, in steps that run no layer above them."
         section = {"read_steps": read, "steps": steps, "trainable": "new_heads"}
-        draft.explain((*_TRAIN, "read_steps"), f"{_SPREAD}: {why_read}")
-        draft.explain((*_TRAIN, "trainable"), "Then what to make of it. The frozen base keeps what it can do.")
+        draft.explain(("train", "read_steps"), f"{_SPREAD}: {why_read}")
+        draft.explain(("train", "trainable"), "Then what to make of it. The frozen base keeps what it can do.")
     draft.data["train"] = {**section, "sources": sources, "optimizer": rated}
-    draft.explain((*_TRAIN, "steps"), f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
+    draft.explain(("train", "steps"), f"Steps {why}. Train longer if `answer` in training.json still falls at the end.")
     if found.machine.on_gpu and found.parameters >= 1e9:
         draft.set("train.precision", "bf16", "A GPU, and a billion weights or more.")
     for number, reason in enumerate(reasons):
-        draft.explain((*_TRAIN, "sources", number), reason)
+        draft.explain(("train", "sources", number), reason)
     ends = ", ".join(f"{a:g} / {b:g} at {float(f'{size / 1e6:.2g}'):,g} million" for size, a, b in RATES)
-    draft.explain((*_TRAIN, "optimizer"), f"Rates by size, between those of the recipes: {ends} weights.")
+    draft.explain(("train", "optimizer"), f"Rates by size, between those of the recipes: {ends} weights.")
 
 
 def _sources(found: Findings, slow: bool) -> tuple[list[dict[str, Any]], list[str]]:
@@ -291,7 +290,7 @@ def _fit_memory(draft: _Draft, found: Findings, say: Say) -> None:
             draft.explain(("train", key), reason)
         measured = _estimate(draft.data)
     say(f"memory of training: about {measured / GIB:.1f} of {found.machine.memory_gib:g} GiB")
-    place = (*_TRAIN, "steps")
+    place = ("train", "steps")
     draft.explain(place, f"{draft.comments[place]} Memory: about {measured / GIB:.1f} GiB.")
 
 

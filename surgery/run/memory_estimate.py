@@ -22,6 +22,7 @@ from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source, Train, TrainStage
 from surgery.train.micro_batches import StepSplit
 from surgery.train.optimizer import mark_trainable
+from surgery.train.own_inputs import OwnInputs
 from surgery.train.quantization import BITS_PER_WEIGHT, quantizable
 from surgery.train.targets import Targets, logits_at
 from surgery.train.teacher import Teacher
@@ -140,7 +141,8 @@ def step_cost(
     model.train()
     if base is not None:
         base.eval().requires_grad_(False)
-    targets = Targets(stage.distil, grafts, base, teacher=teacher)
+    own_inputs = OwnInputs(model) if stage.trainable == "reads" else None
+    targets = Targets(stage.distil, grafts, base, own_inputs=own_inputs, teacher=teacher)
     costs = [_pass_cost(model, targets, sample) for sample in samples]
     peaks = [max(cost.forward_peak, cost.backward_peak) for cost in costs]
     # Sources share passes, unless a pass has a few documents only.

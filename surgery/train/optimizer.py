@@ -32,8 +32,8 @@ def base_size(model: nn.Module) -> int:
 
 def learning_rates_text(section: Train) -> str:
     """Describe the peak learning rates of all stages, such as `2e-4 for the base, 2e-3 for new heads`."""
-    texts = []
-    for stage in section.sequence:
+    texts, stages = [], section.sequence
+    for stage in stages:
         settings = stage.optimizer
         rates = {"the base": settings.lr, "new heads": settings.new_heads_lr}
         if stage.trainable in ("reads", "new_heads", "lora"):
@@ -41,7 +41,7 @@ def learning_rates_text(section: Train) -> str:
         if stage.trainable == "lora":
             rates["adapters"] = settings.adapters_lr
         text = ", ".join(f"{rate:.3g} for {what}" for what, rate in rates.items())
-        texts.append(f"{stage.name}: {text}" if len(section.sequence) > 1 else text)
+        texts.append(f"{stage.name}: {text}" if len(stages) > 1 else text)
     return "; ".join(texts)
 
 

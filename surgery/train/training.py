@@ -103,9 +103,9 @@ def train_model(
     grafts = plan.grafts if plan and not control else ()
     layers = sorted({graft.site.layer for graft in plan.grafts}) if plan else ()
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    numbers = [n for n, stage in enumerate(section.sequence) if stage.trains_control or not control]
-    root = None if folder is None else Path(folder)
     stages = section.sequence
+    numbers = [n for n, stage in enumerate(stages) if stage.trains_control or not control]
+    root = None if folder is None else Path(folder)
     folders = {n: root / f"{n}-{stages[n].name}" if root and len(stages) > 1 else root for n in numbers}
     for saved in filter(None, folders.values()):
         set_aside_broken(saved, accelerator)
@@ -121,13 +121,13 @@ def train_model(
                 on_step(step, entries)
 
         for number in (n for n in numbers if n >= newest):  # the earlier ones are finished
-            stage, steps = section.sequence[number], folders[number]
+            stage, steps = stages[number], folders[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
             cache = open_cache(outputs, section, stage, tokenizer, model, accelerator)
             targets = Targets(grafts=grafts, base=base, teacher=teacher, cache=cache)
             settings, frozen = quantization_of(section, stage), () if base is None else (base,)
             # Weights that an earlier stage has changed are not those of `spliced/`.
-            has_changed = any(section.sequence[n].trains_control for n in numbers if n < number)
+            has_changed = any(stages[n].trains_control for n in numbers if n < number)
             if settings is not None and has_changed and steps is not None:
                 resume_unquantized(model, steps, accelerator)
             with quantized((model, *frozen), settings, accelerator.device) as unquantized:

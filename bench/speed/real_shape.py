@@ -5,7 +5,7 @@
 Tests cannot download weights, and locating refuses a random model because it retrieves nothing. Here the shipped pico
 model is planted in the shape of state-spaces/mamba2-130m: 24 layers, 129M parameters, files of mamba_ssm's own format.
 The logits are those of the pico model, so the expected heads are known. Then recipes/mamba2-130m.yaml runs on it, with
-another path of the model and 3 training steps.
+another path of the model and 3 steps of each stage.
 
 The planting is exact. A residual stream that is padded with zeros keeps its RMS when it is scaled by
 sqrt(new / old width). Heads are copied until the inner width is filled, so that the gated norm's mean square stays; the
@@ -159,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("folder", type=Path)
     folder = options.parse_args(arguments).folder
     plant(folder / "base")
-    overrides = [f"base.model={folder / 'base'}", f"base.tokenizer={folder / 'base'}", "train.steps=3"]
+    overrides = [f"base.model={folder / 'base'}", f"base.tokenizer={folder / 'base'}"]
+    overrides += ["train.read_steps=3", "train.steps=3"]
     command = [sys.executable, "-m", "surgery", "run", str(ROOT / "recipes" / "mamba2-130m.yaml"), *overrides]
     began = time.perf_counter()
     done = subprocess.run([*command, "--runs", str(folder), "--overwrite"], cwd=ROOT)

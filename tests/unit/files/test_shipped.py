@@ -141,7 +141,7 @@ class TestCommands:
         assert done.exit_code == 0, done.output
         return done.output
 
-    @each("name", ["quickstart", "mamba2-1.3b", "accelerate/fsdp2", "accelerate/deepspeed.json"])
+    @each("name", ["quickstart", "mamba2-2.7b", "accelerate/fsdp2", "accelerate/deepspeed.json"])
     def test_a_recipe_is_printed_as_it_is(self, installed: Path, name: str) -> None:
         path = ROOT / "recipes" / (name if name.endswith(".json") else f"{name}.yaml")
         assert self.run("recipes", "show", name) == path.read_text(encoding="utf-8")

@@ -1,9 +1,11 @@
 """What a perfect read would bring, without training: answers of the base whose heads read the gold token alone.
 
     python -m bench.studies.scale.ceiling BASE --heads heads.json --pairs 100 --prompts 64
+    python -m bench.studies.scale.ceiling BASE --heads heads.json --pairs 100 --prompts 64 --first 1 2 4
 
-Every prompt is answered with an oracle read of each of the best heads, alone and together with one fixed head. The
-base's weights stay, so this is what a spliced head can reach if its attention is right and nothing else learns.
+Every prompt is answered with an oracle read of each of the best heads, alone and together with one fixed head; or, with
+`--first`, of the heads that each ranking puts first. The base's weights stay, so this is what a spliced head can reach
+if its attention is right and nothing else learns.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from surgery.probes.registry import PROBES, Options
 from surgery.types import HeadId, HeadSet, Reads, head_set_from_json
 
 Read = tuple[HeadId, Reads]
+RANKED_BY = ("patching", "query", "ablation", "context")
 
 
 def candidates(heads: HeadSet, count: int) -> list[Read]:
@@ -43,6 +46,20 @@ def variants_of(reads: Sequence[Read]) -> dict[str, Variant]:
     return {"the base": Variant(), **named, **pairs}
 
 
+def variants_by_ranking(heads: HeadSet, counts: Sequence[int]) -> dict[str, Variant]:
+    """No read, and the first heads of each ranking of the file, each at the position that it reads."""
+    scores = {name: [head.scores[name].value for head in heads.heads] for name in RANKED_BY}
+    scores["largest gain by reading"] = [max(head.scores[reads].value for reads in READS) for head in heads.heads]
+    scores |= {f"random {seed}": np.random.default_rng(seed).random(len(heads.heads)).tolist() for seed in range(3)}
+    variants = {"the base": Variant()}
+    for ranking, values in scores.items():
+        order = np.argsort(np.negative(values), kind="stable")
+        for count in counts:
+            reads = tuple((heads.heads[i].head, heads.heads[i].reads) for i in order[:count])
+            variants[f"{ranking}: {' '.join(str(head) for head, _ in reads)}"] = Variant(oracle=reads)
+    return variants
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("base", type=Path)
@@ -51,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--filler", type=int, nargs=2, default=(0, 20), metavar=("LOW", "HIGH"))
     options.add_argument("--prompts", type=int, default=64)
     options.add_argument("--reads", type=int, default=12, help="reads to try")
+    options.add_argument("--first", type=int, nargs="+", help="numbers of heads to take from each ranking")
     args = options.parse_args(arguments)
     quiet_on_one_thread()
     base, tokenizer = load(args.base)
@@ -58,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     probe, heads = PROBES["kv_retrieval"], head_set_from_json(read_json(args.heads))
     prompts = [probe.generate(rng_of("ceiling", i), "eval", sizes) for i in range(args.prompts)]
     variants = variants_of(candidates(heads, args.reads))
+    if args.first:
+        variants = variants_by_ranking(heads, args.first)
     margins: dict[str, list[float]] = defaultdict(list)
     with torch.no_grad(), torch_scans(base):
         for batch in query_batches(prompts, tokenizer, 4):

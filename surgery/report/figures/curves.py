@@ -105,7 +105,13 @@ def training_curve(history: Sequence[Mapping[str, float]], folder: Path, name: s
         del curves["loss"]  # the sum of one objective
     has_sum = "loss" in curves and len(curves) > 1
     reach = len(steps) // 40  # steps to either side that a point of the bold line averages
-    smooth = {key: _smooth(curve, reach) for key, curve in curves.items()}
+    # A stage with other objectives has another sum: cut where one begins or ends.
+    known = [np.flatnonzero(np.isfinite(curve)) for curve in curves.values()]
+    borders = sorted({0, len(steps), *(int(border) for k in known for border in (k[0], k[-1] + 1))})[1:-1]
+    smooth = {
+        key: np.concatenate([_smooth(part, reach) for part in np.split(curve, borders)])
+        for key, curve in curves.items()
+    }
     figure = new_figure(7.2, 4.3)
     note = f"Bold: mean of {2 * reach + 1} steps. Light: each step." if reach else "Each step."
     note += " Losses are multiplied by their weights; 'all' is their sum." if has_sum else ""

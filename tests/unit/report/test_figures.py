@@ -166,6 +166,14 @@ def test_training_curve_of_few_zero_or_missing_losses(tmp_path: Path) -> None:
         assert len(rows_of(training_curve(history, tmp_path)[2])) == len(history), history
 
 
+def test_bold_lines_do_not_average_over_stages(tmp_path: Path, figures: list[Figure]) -> None:
+    read = [{"step": s, "loss": 1.0, "attention": 1.0} for s in range(1, 51)]
+    answer = [{"step": s, "loss": 0.5, "answer": 0.25, "attention": 0.25} for s in range(51, 101)]
+    training_curve([*read, *answer], tmp_path)
+    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in figures[0].axes[0].lines])
+    assert set(drawn[np.isfinite(drawn)]) == {1.0, 0.5, 0.25}
+
+
 # ---- sweeps
 
 

@@ -176,6 +176,8 @@ class Bars(ProgressLines):
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Show that `done` of `total` steps are finished, with a short note and the time left."""
         if self._bar is not None and self._task is not None:
+            if done < self._bar.tasks[0].completed:
+                self._bar.reset(self._task)
             self._bar.update(self._task, completed=done, total=total, note=note)
         elif not self._has_bar:
             super().progress(done, total, note)

@@ -21,21 +21,26 @@ class ProgressLines:
 
     def __init__(self, write: Callable[[str], None], every_step: bool = False) -> None:
         self._write, self._every_step = write, every_step
-        self._began = self._last = (0, time.monotonic())  # finished steps, and the time in seconds
+        self._began = self._last = self._seen = (0, time.monotonic())  # finished steps, and the time in seconds
         self._is_first = True
 
     def start(self, stage: str, what: str) -> None:
         """Write that a stage starts."""
-        self._began = self._last = (0, time.monotonic())
+        self._began = self._last = self._seen = (0, time.monotonic())
         self._is_first = True
         self._write(f"{stage:>9}  {what} ...")
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Write that `done` of `total` steps are finished, with a short note and an estimate of the time left."""
+        """Write that `done` of `total` steps are finished, with a short note and an estimate of the time left.
+
+        A smaller number than before begins a new count.
+        """
         now = time.monotonic()
+        if done < self._seen[0]:
+            self._began = self._last = (0, self._seen[1])
         if self._is_first and done > 1:  # it goes on after an interruption, whose steps took no time here
             self._began = (done, now)
-        self._is_first = False
+        self._is_first, self._seen = False, (done, now)
         is_tenth = done * 10 // total > self._last[0] * 10 // total
         if not (self._every_step or (is_tenth and (total >= MANY_STEPS or now - self._last[1] >= PAUSE))):
             return

@@ -212,9 +212,10 @@ def train_arm(
 
 
 class Watch:
-    """Report the progress of training, with held-out KV accuracy every `train.check_every` steps.
+    """Report the progress of each stage of training, with held-out KV accuracy every `train.check_every` steps.
 
-    A stage counts with its largest number of steps until its plateau is found.
+    Steps of one stage can take ten times as long as those of another. A stage has its largest number of steps until
+    its plateau is found.
 
     Attributes:
         num_steps: number of steps that this session has trained.
@@ -245,4 +246,6 @@ class Watch:
         if section.sequence[number].plateau is not None:
             found = [entry["step"] for entry in history if entry.get(LAST_STEP) == ends[number]]
             note += f", plateau at step {found[0]}" if found else ", no plateau yet"
-        self.run.reporter.progress(step, ends[-1], note)
+        if len(lengths) > 1:
+            note = f"{section.sequence[number].name}: {note}"
+        self.run.reporter.progress(step - ends[number] + lengths[number], lengths[number], note)

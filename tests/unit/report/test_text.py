@@ -71,6 +71,16 @@ def test_a_long_stage_has_ten_lines_and_a_short_one_only_if_it_is_slow(monkeypat
     assert len(lines) == 6 and lines[0].endswith("1 of 6  loss 1, 5 s left")
 
 
+def test_a_new_count_has_its_own_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, lines = Stage(monkeypatch), []
+    reporter = ProgressLines(lines.append)
+    for total, seconds in ((100, 1.0), (100, 60.0)):
+        for step in range(1, total + 1):
+            stage.now += seconds
+            reporter.progress(step, total)
+    assert len(lines) == 20 and lines[10].endswith("10 of 100  1 h 30 min left")
+
+
 def test_steps_before_an_interruption_took_no_time_now(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = Stage(monkeypatch).lines(100, 4.0, first=51)
     assert lines[0].endswith("51 of 100  loss 51") and lines[1].endswith("60 of 100  loss 60, 3 min left")

@@ -76,14 +76,14 @@ class CacheBytes:
         return self.state + self.per_token * tokens
 
 
-def cache_bytes(model: PreTrainedModel, tokens: int = 4) -> CacheBytes:
-    """Measure the cache of a model on the meta device, by a forward pass of `tokens` tokens."""
+def cache_bytes(model: PreTrainedModel) -> CacheBytes:
+    """Measure the cache of a model on the meta device, by a forward pass."""
     model.eval()
     with torch.no_grad(), FusedAttention(), Meter():
-        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+        ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
         cache = model(ids, use_cache=True).cache
     states, keys_values = cache_tensors(cache)
-    return CacheBytes(sum(t.nbytes for t in states), sum(t.nbytes for t in keys_values) // tokens)
+    return CacheBytes(sum(t.nbytes for t in states), sum(t.nbytes for t in keys_values) // ids.numel())
 
 
 def cache_tensors(cache: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -18,6 +18,8 @@ from surgery.models.inserted import new_modules
 from surgery.models.lookup import family_of, structure_of
 from surgery.models.torch_scans import choose_by_device
 
+_ITEM = 4  # bytes of a cached value
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -59,39 +61,34 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     return model
 
 
-def sizes_of(model: PreTrainedModel, itemsize: int = 4) -> Sizes:
-    """Count parameters and cache bytes of a model.
-
-    Args:
-        model: any model, possibly on the meta device.
-        itemsize: bytes per cached value.
-    """
+def sizes_of(model: PreTrainedModel) -> Sizes:
+    """Count parameters and cache bytes of a model, possibly on the meta device."""
     new = sum(p.numel() for module in new_modules(model).values() for p in module.parameters())
     splice: Sequence[dict[str, Any]] = getattr(model.config, "splice", None) or []
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
         new_parameters=new,
-        state_bytes=state_bytes(model.config, itemsize),
-        kv_bytes_per_token=kv_bytes_per_token(splice, itemsize) + own_kv_bytes_per_token(model.config, itemsize),
+        state_bytes=state_bytes(model.config),
+        kv_bytes_per_token=kv_bytes_per_token(splice) + own_kv_bytes_per_token(model.config),
     )
 
 
-def kv_bytes_per_token(splice: Sequence[dict[str, Any]], itemsize: int = 4) -> int:
+def kv_bytes_per_token(splice: Sequence[dict[str, Any]]) -> int:
     """Return the bytes that spliced heads cache per token. Replaced layers count as the model's own attention."""
-    return itemsize * sum(_numbers_per_token(site) for site in splice if not is_whole(site))
+    return _ITEM * sum(_numbers_per_token(site) for site in splice if not is_whole(site))
 
 
-def own_kv_bytes_per_token(config: PreTrainedConfig, itemsize: int = 4) -> int:
+def own_kv_bytes_per_token(config: PreTrainedConfig) -> int:
     """Return the bytes that the model's own attention layers cache per token."""
-    return itemsize * sum(structure_of(spec).kv_numel(spec) for spec in family_of(config).mixers(config))
+    return _ITEM * sum(structure_of(spec).kv_numel(spec) for spec in family_of(config).mixers(config))
 
 
-def state_bytes(config: PreTrainedConfig, itemsize: int = 4) -> int:
+def state_bytes(config: PreTrainedConfig) -> int:
     """Return the bytes of convolution and recurrent states, including the convolution states of spliced heads."""
     total = sum(structure_of(spec).state_numel(spec) for spec in family_of(config).mixers(config))
     for site in getattr(config, "splice", None) or []:
         total += _numbers_of_state(site)
-    return total * itemsize
+    return total * _ITEM
 
 
 def _numbers_per_token(site: dict[str, Any]) -> int:

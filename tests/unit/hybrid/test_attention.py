@@ -15,15 +15,7 @@ from surgery.recipe import Splice
 from surgery.splice.plan import splice_field
 from tests.support.battery import plan_of
 from tests.support.cases import each
-from tests.support.pico import (
-    HIDDEN,
-    pico_config,
-    pico_family,
-    pico_hybrid,
-    pico_site,
-    random_site,
-    randomise,
-)
+from tests.support.pico import HIDDEN, pico_config, pico_family, pico_site, random_site, randomise
 
 SITES = [
     pico_site(0, [2]),
@@ -171,21 +163,6 @@ def test_a_branch_of_streams_equals_the_naive_one(
         torch.testing.assert_close(output[b], naive_stream(branch, u[b], x[b], parameters[b]), atol=1e-10, rtol=0)
 
 
-@torch.no_grad()
-@each("rank", [3, 4])  # 4 is the width of B and C too
-def test_a_fresh_branch_of_streams_picks_c_and_b(rank: int) -> None:
-    """The query is C and the key is B, whatever the width of dt before them."""
-    base = pico_family("mamba", time_step_rank=rank)
-    site = splice_field(plan_of(base), base.config, Splice(min_width=None))[0]
-    branch = StreamAttention(base.config, site, 0)
-    branch.initialize()
-    rng = torch.Generator().manual_seed(4)
-    x, (dt, b, c) = torch.randn(2, 7, 64, generator=rng), (torch.randn(2, 7, w, generator=rng) for w in (rank, 4, 4))
-    query, key, _ = branch.project(inputs().float(), None, SplicePass(), (x, torch.cat([dt, b, c], -1)))
-    for head in range(branch.num_heads):
-        torch.testing.assert_close((query[:, head], key[:, head]), (c, b), rtol=1e-5, atol=1e-6)
-
-
 def test_rows_close_with_their_pass() -> None:
     """What gradient checkpointing recomputes later is not kept a second time."""
     rows, q = SpliceRows(torch.tensor([[1]])), torch.randn(1, 1, 3, 4)
@@ -198,15 +175,3 @@ def test_rows_close_with_their_pass() -> None:
     torch.testing.assert_close(from_below[0], fresh.take()[0])
     rows.collect(2, q, q, None)
     assert rows.take() == ()
-
-
-def test_initial_values() -> None:
-    """Silent in `add` mode; the scale is 1 where an SSM head's q and k are copied, and 1/sqrt(width) otherwise."""
-    model = pico_hybrid([pico_site(0), random_site(1), pico_site(2, mode="replace")], fresh=True)
-    ssm, random, replace = (block.mixer.attention for block in model.backbone.layers)
-    assert not ssm.o_proj.weight.any() and not random.o_proj.weight.any() and replace.o_proj.weight.any()
-    assert ssm.scale.tolist() == [1.0] and random.scale.tolist() == pytest.approx([24**-0.5])
-    assert ssm.gate_proj is not None and random.gate_proj is None
-    for branch in (ssm, random, replace):
-        assert all(p.isfinite().all() for p in branch.parameters())
-        assert branch.qkv_proj.weight.std() > 0 and branch.conv1d.weight.std() > 0

@@ -1,4 +1,4 @@
-"""The chunked scan is the step, many times: values, states and gradients, wherever the tokens are cut."""
+"""The chunked scan is the step, many times: values and states, wherever the tokens are cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from surgery.hybrid.modeling_llamba import chunked_scan, scan_step
 from tests.support.cases import each
 
 B, H, P, N = 2, 4, 5, 3
-every_grouping = each("groups", [1, 2, 4])
 
 
 def inputs(T: int, groups: int = 2, seed: int = 0) -> list[Tensor]:
@@ -29,39 +28,16 @@ def stepped(x: Tensor, key: Tensor, query: Tensor, decay: Tensor, state: Tensor)
     return torch.stack(out, 1), state
 
 
-def looped(x: Tensor, key: Tensor, query: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, from the formula, a token and a head at a time."""
-    out, states = torch.zeros_like(x), state.clone()
-    shared = H // key.shape[2]
-    for b in range(B):
-        for h in range(H):
-            for t in range(x.shape[1]):
-                states[b, h] = decay[b, t, h].exp() * states[b, h] + torch.outer(x[b, t, h], key[b, t, h // shared])
-                out[b, t, h] = states[b, h] @ query[b, t, h // shared]
-    return out, states
-
-
 def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 
 
-class TestValues:
-    @every_grouping
-    @each("chunk", [1, 3, 8, 64])
-    @each("T", [1, 2, 8, 21])
-    def test_chunks_are_steps(self, T: int, chunk: int, groups: int) -> None:
-        expected = looped(*inputs(T, groups))
-        assert_same(stepped(*inputs(T, groups)), expected)
-        assert_same(chunked_scan(*inputs(T, groups), chunk), expected)
-
-    @each("chunk", [4, 32])
-    def test_gradients(self, chunk: int) -> None:
-        found, expected = ([v.requires_grad_() for v in inputs(13)] for _ in range(2))
-        for leaves, (y, state) in ((found, chunked_scan(*found, chunk)), (expected, stepped(*expected))):
-            (y.sin().sum() + state.cos().sum()).backward()
-            assert all(v.grad.abs().max() > 1e-3 for v in leaves)
-        assert_same(tuple(v.grad for v in found), tuple(v.grad for v in expected))
+@each("groups", [1, 2, 4])
+@each("chunk", [1, 3, 8, 64])
+@each("T", [1, 2, 8, 21])
+def test_chunks_are_steps(T: int, chunk: int, groups: int) -> None:
+    assert_same(chunked_scan(*inputs(T, groups), chunk), stepped(*inputs(T, groups)))
 
 
 class TestNumerics:

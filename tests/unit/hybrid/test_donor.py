@@ -9,14 +9,15 @@ from torch import Tensor
 from surgery.errors import PlanError
 from surgery.hybrid.modeling_hybrid import SplicePass
 from surgery.models.donors import donor_mixers
+from surgery.models.loading import load_model
 from surgery.models.lookup import mixer_of
+from surgery.recipe import Base
 from surgery.splice.graft import splice_model
 from surgery.types import Plan
 from tests.support.cases import each
 from tests.support.pico import HIDDEN, pico_family, prompts, tokens
 from tests.support.teachers import plan_for, section, teacher_of
 
-TEACHERS = ("llama", "qwen2", "gpt_neox")
 SCALED = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED |= {"original_max_position_embeddings": 16}
 
@@ -45,15 +46,14 @@ def branch_output(hybrid, plan: Plan, x_BTD: Tensor) -> Tensor:
     return mixer_of(hybrid, plan.grafts[0].site).attention(x_BTD, None, SplicePass(causal=causal))[0]
 
 
-@each("name", TEACHERS)
-class TestHeads:
-    @torch.no_grad()
-    def test_heads_compute_what_the_donors_do(self, name: str) -> None:
-        base, teacher, x = pico_family("mamba2"), teacher_of(name), torch.randn(2, 11, HIDDEN)
-        chosen = section({"L1H3": "L2H2", "L1H0": "L2H1"}, mode="replace")
-        plan = plan_for(base, teacher, chosen, "L1H3", "L1H0")
-        hybrid = splice_model(base, plan, chosen, teacher)
-        torch.testing.assert_close(branch_output(hybrid, plan, x), donor_output(teacher, 2, x, [2, 1]))
+@each("name", ["llama", "qwen2", "gpt_neox"])
+@torch.no_grad()
+def test_heads_compute_what_the_donors_do(name: str) -> None:
+    base, teacher, x = pico_family("mamba2"), teacher_of(name), torch.randn(2, 11, HIDDEN)
+    chosen = section({"L1H3": "L2H2", "L1H0": "L2H1"}, mode="replace")
+    plan = plan_for(base, teacher, chosen, "L1H3", "L1H0")
+    hybrid = splice_model(base, plan, chosen, teacher)
+    torch.testing.assert_close(branch_output(hybrid, plan, x), donor_output(teacher, 2, x, [2, 1]))
 
 
 class TestLayers:
@@ -108,9 +108,6 @@ def test_cached_decode_is_the_forward_padded_or_not(base: str, fields: dict) -> 
 
 @torch.no_grad()
 def test_a_transplant_survives_saving(tmp_path) -> None:
-    from surgery.models.loading import load_model
-    from surgery.recipe import Base
-
     base, teacher, ids = pico_family("llamba"), teacher_of("llama", rope_parameters=SCALED), tokens(2, 40)
     chosen = section(mode="replace", unit="layer")
     hybrid = splice_model(base, plan_for(base, teacher, chosen, "L1H0"), chosen, teacher)

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations import hub_kernels
 from transformers.models.mamba import modeling_mamba
-from transformers.models.mamba2 import modeling_mamba2
 
 from surgery.hybrid.modeling_hybrid import KERNELS, TORCH_CHUNK, has_kernel, kernels_by_device
-from surgery.hybrid.modeling_mamba2_hybrid import Mamba2HybridMixer
 from surgery.models import torch_scans
 from surgery.models.torch_scans import choose_by_device, missing_kernel
 from tests.support.cases import each
@@ -106,14 +104,6 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_command(packages: C
     assert said is not None and "\n" not in said
     assert said.startswith("mamba_ssm cannot be imported (") and "pip install --force-reinstall" in said
     assert missing_kernel("causal_conv1d_fn") is None
-
-
-def test_the_choice_is_made_once() -> None:
-    before = {name: getattr(modeling_mamba2, name) for name in KERNELS if hasattr(modeling_mamba2, name)}
-    kernels_by_device(Mamba2HybridMixer)
-    assert len(before) == 5
-    for name, function in before.items():
-        assert getattr(modeling_mamba2, name) is function and hasattr(function, "has_kernel")
 
 
 def test_a_plain_model_and_one_without_a_hybrid_class_are_covered() -> None:

@@ -36,79 +36,63 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(found.double(), exact.double(), **CLOSE)
 
 
-class TestForward:
-    @every_variant
-    def test_equals_the_loop(self, config: dict) -> None:
-        model, ids = llamba(**config), tokens()
-        logits = full(model, ids)
-        assert_close(logits, loop_logits(model, ids))
-        assert logits.dtype == torch.float32 and logits.abs().max() > 1
+@every_variant
+def test_equals_the_loop(config: dict) -> None:
+    model, ids = llamba(**config), tokens()
+    logits = full(model, ids)
+    assert_close(logits, loop_logits(model, ids))
+    assert logits.dtype == torch.float32 and logits.abs().max() > 1
 
 
-class TestPrecision:
-    @each("autocast", [False, True])
-    @each("at_once", [False, True])
-    def test_slow_decay_is_not_rounded_away(self, at_once: bool, autocast: bool) -> None:
-        """A bf16 state that holds 256 forgets what adds 1 to it; a bf16 decay of 0.999 is 1."""
-        config = llamba_config(n_qk_heads=1, n_layer=1, ssm={"d_state": 1, "bias": True})
-        mixer, cache = LlambaMixer(config, 0).bfloat16(), DynamicCache(config=config)
-        for p in mixer.parameters():
-            p.data.zero_()
-        x, key, decay = 0, HIDDEN, 2 * HIDDEN + 2  # channels of x and B, and the first row of a
-        mixer.conv1d.bias.data[[x, key]] = 1
-        mixer.in_proj.bias.data[decay] = -7
-        kept = 1 / (1 + torch.tensor(-7.0, dtype=torch.double).exp())  # exp(-softplus(-7))
-        u = torch.zeros(1, 250, HIDDEN, dtype=torch.bfloat16)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            for part_of_u in [u] if at_once else u.split(1, dim=1):
-                mixer(part_of_u, cache=cache)
-        state = cache.layers[0].recurrent_states[0]
-        assert state.dtype == torch.float32
-        assert abs(state[0, 0, 0, 0] / ((1 - kept**250) / (1 - kept)) - 1) < 1e-4
+@each("autocast", [False, True])
+@each("at_once", [False, True])
+def test_slow_decay_is_not_rounded_away(at_once: bool, autocast: bool) -> None:
+    """A bf16 state that holds 256 forgets what adds 1 to it; a bf16 decay of 0.999 is 1."""
+    config = llamba_config(n_qk_heads=1, n_layer=1, ssm={"d_state": 1, "bias": True})
+    mixer, cache = LlambaMixer(config, 0).bfloat16(), DynamicCache(config=config)
+    for p in mixer.parameters():
+        p.data.zero_()
+    x, key, decay = 0, HIDDEN, 2 * HIDDEN + 2  # channels of x and B, and the first row of a
+    mixer.conv1d.bias.data[[x, key]] = 1
+    mixer.in_proj.bias.data[decay] = -7
+    kept = 1 / (1 + torch.tensor(-7.0, dtype=torch.double).exp())  # exp(-softplus(-7))
+    u = torch.zeros(1, 250, HIDDEN, dtype=torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for part_of_u in [u] if at_once else u.split(1, dim=1):
+            mixer(part_of_u, cache=cache)
+    state = cache.layers[0].recurrent_states[0]
+    assert state.dtype == torch.float32
+    assert abs(state[0, 0, 0, 0] / ((1 - kept**250) / (1 - kept)) - 1) < 1e-4
 
 
-class TestTraining:
-    def test_gradients_equal_the_loops(self) -> None:
-        model = llamba().double()
-        mixer, ssm = model.backbone.layers[1].mixer, model.config.ssm_cfg
-        u, want = torch.randn(1, 21, HIDDEN, dtype=torch.double), torch.randn(21, HIDDEN, dtype=torch.double)
-        names, leaves = zip(*mixer.named_parameters(), strict=True)
-        found = torch.autograd.grad((mixer(u)[0] * want).sum(), leaves)
-        looped = loop_mixer(dict(zip(names, leaves, strict=True)), ssm, u[0])
-        expected = torch.autograd.grad((looped * want).sum(), leaves)
-        for name, one, other in zip(names, found, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-            assert one.abs().max() > 1e-3, name
+def test_gradients_equal_the_loops() -> None:
+    model = llamba().double()
+    mixer, ssm = model.backbone.layers[1].mixer, model.config.ssm_cfg
+    u, want = torch.randn(1, 21, HIDDEN, dtype=torch.double), torch.randn(21, HIDDEN, dtype=torch.double)
+    names, leaves = zip(*mixer.named_parameters(), strict=True)
+    found = torch.autograd.grad((mixer(u)[0] * want).sum(), leaves)
+    looped = loop_mixer(dict(zip(names, leaves, strict=True)), ssm, u[0])
+    expected = torch.autograd.grad((looped * want).sum(), leaves)
+    for name, one, other in zip(names, found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        assert one.abs().max() > 1e-3, name
+
+
+IN_A_LAYER = [
+    "input_layernorm.weight", "post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
+    "mlp.down_proj.weight", "mixer.in_proj.weight", "mixer.z_bias", "mixer.conv1d.weight", "mixer.conv1d.bias",
+    "mixer.D", "mixer.out_proj.weight",
+]  # fmt: skip
 
 
 def published_tensors(config: LlambaConfig) -> dict[str, Tensor]:
-    """Random tensors under the published names, of the published shapes."""
-    d, ssm = config.d_model, config.ssm_cfg
-    inner, channels = d, d + 2 * ssm["n_qk_heads"] * ssm["d_state"]
-    mlp, vocab = config.mlp_cfg["intermediate_size"], 64
-    shapes: dict[str, tuple[int, ...]] = {
-        "backbone.embedding.weight": (vocab, d),
-        "backbone.final_layernorm.weight": (d,),
-    }
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (vocab, d)
-    for layer in range(config.n_layer):
-        own = {
-            "input_layernorm.weight": (d,),
-            "post_attention_layernorm.weight": (d,),
-            "mlp.gate_proj.weight": (mlp, d),
-            "mlp.up_proj.weight": (mlp, d),
-            "mlp.down_proj.weight": (d, mlp),
-            "mixer.in_proj.weight": (channels + inner + ssm["n_v_heads"], d),
-            "mixer.z_bias": (inner,),
-            "mixer.conv1d.weight": (channels, 1, 4),
-            "mixer.conv1d.bias": (channels,),
-            "mixer.D": (ssm["n_v_heads"],),
-            "mixer.out_proj.weight": (d, inner),
-        }
-        shapes |= {f"backbone.layers.{layer}.{name}": shape for name, shape in own.items()}
+    """Random tensors under the published names."""
+    shapes = {name: tensor.shape for name, tensor in LlambaForCausalLM(config).state_dict().items()}
+    names = [f"backbone.layers.{layer}.{name}" for layer in range(config.n_layer) for name in IN_A_LAYER]
+    names += ["backbone.embedding.weight", "backbone.final_layernorm.weight"]
+    names += [] if config.tie_embeddings else ["lm_head.weight"]
     rng = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=rng) * 0.3 for name, shape in shapes.items()}
+    return {name: torch.randn(shapes[name], generator=rng) * 0.3 for name in names}
 
 
 class TestCheckpoint:
@@ -149,6 +133,7 @@ class TestCheckpoint:
         held = model.state_dict()
         assert all(torch.equal(held[name], value) for name, value in tensors.items())
         assert set(held) == set(tensors) | ({"lm_head.weight"} if tied else set())
+        assert held["lm_head.weight"].shape == (64, HIDDEN), "the vocabulary is padded"
         assert torch.equal(model.lm_head.weight, tensors["backbone.embedding.weight" if tied else "lm_head.weight"])
         assert_close(full(model.eval(), tokens()), loop_logits(model, tokens()))
 

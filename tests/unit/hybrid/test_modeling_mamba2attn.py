@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import copy
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM, MambaSsmAttention
+from surgery.hybrid.modeling_mamba2attn import Mamba2AttnForCausalLM, MambaSsmAttention
 from tests.support.cases import each
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.pico import tokens
@@ -58,27 +59,10 @@ def naive_attention(u_TD: Tensor, w: dict[str, Tensor], cfg: dict[str, Any]) -> 
     return mixed @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)
 
 
-def naive_mamba2(u_TD: Tensor, w: dict[str, Tensor], c: Mamba2AttnConfig) -> Tensor:
-    """The recurrence, one token at a time."""
-    inner, G, N, H = c.num_heads * c.head_dim, c.n_groups, c.state_size, c.num_heads
-    z, x_conv, dt = (u_TD @ w["in_proj.weight"].T).split([inner, inner + 2 * G * N, H], dim=1)
-    x_conv = F.silu(naive_conv(x_conv, w["conv1d.weight"], w["conv1d.bias"]))
-    dt = F.softplus(dt + w["dt_bias"])
-    state, rows = torch.zeros(H, c.head_dim, N, dtype=u_TD.dtype), []
-    for t in range(len(u_TD)):
-        x = x_conv[t, :inner].view(H, -1)
-        B, C = (x_conv[t, inner:].view(2, G, N).repeat_interleave(H // G, dim=1)).unbind(0)
-        decay = torch.exp(-torch.exp(w["A_log"]) * dt[t])
-        state = decay[:, None, None] * state + dt[t][:, None, None] * x[:, :, None] * B[:, None, :]
-        rows.append(((state * C[:, None, :]).sum(-1) + w["D"][:, None] * x).flatten())
-    y = (torch.stack(rows) * F.silu(z)).view(len(u_TD), G, -1)
-    y = (y / (y.square().mean(-1, keepdim=True) + c.layer_norm_epsilon).sqrt()).flatten(1) * w["norm.weight"]
-    return y @ w["out_proj.weight"].T
-
-
 def naive_model(ids_T: Tensor, model: Mamba2AttnForCausalLM) -> Tensor:
     """(T,) -> logits (T,V) in fp64."""
-    c, w = model.config, {name: tensor.double() for name, tensor in model.state_dict().items()}
+    model = copy.deepcopy(model).double()
+    c, w = model.config, model.state_dict()
 
     def part(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
@@ -90,8 +74,9 @@ def naive_model(ids_T: Tensor, model: Mamba2AttnForCausalLM) -> Tensor:
     for i in range(c.num_hidden_layers):
         at = f"backbone.layers.{i}."
         u, mixer = norm(hidden, w[at + "norm.weight"]), part(at + "mixer.")
-        is_attention = i in c.attn_layer_idx
-        hidden = hidden + (naive_attention(u, mixer, c.attn_cfg) if is_attention else naive_mamba2(u, mixer, c))
+        is_attention = i in c.attn_layer_idx  # the others are transformers' own Mamba-2
+        mixed = naive_attention(u, mixer, c.attn_cfg) if is_attention else model.backbone.layers[i].mixer(u[None])[0]
+        hidden = hidden + mixed
         if c.d_intermediate:
             value, gate = (norm(hidden, w[at + "norm2.weight"]) @ w[at + "mlp.fc1.weight"].T).chunk(2, dim=-1)
             hidden = hidden + (value * F.silu(gate)) @ w[at + "mlp.fc2.weight"].T

@@ -1,4 +1,4 @@
-"""Several documents a row: each gives what it gives alone, whatever the others are; and what is broken shows.
+"""Several documents a row: each gives what it gives alone, whatever the others are.
 
 The kernels are stand-ins in plain torch (`tests/support/kernels.py`): a GPU has not run this. Our scans run without
 them.
@@ -7,20 +7,17 @@ them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from surgery.hybrid import modeling_hybrid
 from surgery.hybrid.modeling_hybrid import (
     SplicePass,
     SpliceRows,
     Unpacked,
-    convolved,
     marked_documents,
     packed_masks,
     positions_of,
@@ -137,23 +134,6 @@ class TestPlaces:
             with pytest.raises(ValueError, match=r"^attention_mask: .* needs to be \(B,T\), or None"):
                 marked_documents(*given, masks)
 
-    @each("kernel", [1, 2, 4])
-    def test_a_convolution_begins_again(self, kernel: int) -> None:
-        """Values and gradients of each document alone."""
-        torch.manual_seed(0)
-        conv1d = nn.Conv1d(3, 3, kernel, groups=3).double()
-        x_BCT = torch.randn(2, 3, T, dtype=torch.float64, requires_grad=True)
-        upstream = torch.randn(2, 3, T, dtype=torch.float64)
-        found = convolved(conv1d, kernel, x_BCT, T, packed(documents())[1])
-        for row, span in places():
-            part = convolved(conv1d, kernel, x_BCT[row : row + 1, :, span], span.stop - span.start)
-            torch.testing.assert_close(found[row, :, span], part[0], atol=1e-14, rtol=1e-14)  # another shape
-            wanted = torch.autograd.grad(part, x_BCT, upstream[row : row + 1, :, span], retain_graph=True)[0]
-            only = torch.zeros_like(upstream)
-            only[row, :, span] = upstream[row, :, span]
-            got = torch.autograd.grad(found, x_BCT, only, retain_graph=True)[0]
-            torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)
-
 
 class TestBranch:
     @each("implementation", ["eager", "sdpa"])
@@ -198,17 +178,6 @@ class TestModels:
         model = exact(trained(name), name).train()
         with torch_scans(model):
             assert_apart(model, name)
-
-    def test_rows_of_a_document_are_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with_kernels(monkeypatch)
-        model, (ids, index) = exact(trained("mamba2")), packed(documents())
-        with torch.no_grad():
-            found = model(ids, seq_idx=index, splice_queries=torch.tensor([[12, 3, -1], [-1, 11, 17]]), use_cache=False)
-            for row, place, (start, stop), at in ((0, 0, (9, 16), 12), (1, 1, (11, 12), 11), (1, 2, (12, 18), 17)):
-                part, query = ids[row : row + 1, start:stop], torch.tensor([[at - start]])
-                single = model(part, splice_queries=query, use_cache=False).splice_attentions
-                for ours, theirs in zip(found.splice_attentions, single, strict=True):
-                    torch.testing.assert_close(ours[row, :, place, start:stop], theirs[0, :, 0], atol=1e-6, rtol=0)
 
 
 def ways(ids: Tensor, index: Tensor) -> dict[str, dict[str, Any]]:
@@ -298,15 +267,6 @@ class TestMarks:
         parts = [{"x": unpacked.split(x_BTD, place_NL)} for place_NL, _ in unpacked.groups]
         assert torch.equal(unpacked.joined(parts)["x"], x_BTD)
 
-    def test_padding_marked_by_zeros_changes_no_document(self) -> None:
-        model, ids = exact(trained("mamba")), tokens(1, T)
-        positions = torch.cat([torch.arange(9), torch.arange(5), torch.zeros(7, dtype=torch.long)])[None]
-        with torch.no_grad():
-            found = model(ids, position_ids=positions, use_cache=False).logits
-            for begin, end in ((0, 9), (9, 14)):
-                expected = model(ids[:, begin:end], use_cache=False).logits
-                torch.testing.assert_close(found[:, begin:end], expected, **close())
-
     def test_a_mask_that_numbers_documents_is_refused(self) -> None:
         model, mask = trained("mamba2"), torch.tensor([[1] * 9 + [2] * 12])
         for bad in (mask, 2 * mask, -mask):
@@ -323,29 +283,3 @@ class TestMarks:
         for bad in ([0, 9], [[0, T]], ["a"], 7):
             with pytest.raises(ValueError, match=r"^cu_seq_lens_q: "):
                 model(ids, cu_seq_lens_q=bad, use_cache=False)
-
-
-def _plain_masks(config: Any, embeds: Tensor, positions: Tensor) -> dict[str, Any]:
-    return packed_masks(config, embeds, torch.arange(positions.shape[1]).expand_as(positions))
-
-
-def _one_convolution(conv1d: nn.Module, kernel: int, x: Tensor, length: int, _: Any = None) -> Tensor:
-    return convolved(conv1d, kernel, x, length)
-
-
-# What each leak is, by what takes the place of what keeps documents apart.
-LEAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "state": lambda patch: with_kernels(patch, reset_state=False),
-    "convolution": lambda patch: with_kernels(patch, reset_convolution=False),
-    "mask": lambda patch: patch.setattr(modeling_hybrid, "packed_masks", _plain_masks),
-    "convolution of the branch": lambda patch: patch.setattr(modeling_hybrid, "convolved", _one_convolution),
-}
-
-
-@each("leak", list(LEAKS))
-@every_path
-def test_what_is_broken_shows(leak: str, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_kernels(monkeypatch, fuses=fuses)
-    LEAKS[leak](monkeypatch)
-    with pytest.raises(AssertionError):
-        assert_apart(exact(trained("mamba2")).train())

@@ -15,9 +15,8 @@ from surgery.hybrid.configuration_hybrid import BRANCHES, ENTRY, auto_map, outsi
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from tests.support.battery import base, plan_of, trained
-from tests.support.cases import each
-from tests.support.pico import SPLICED_FAMILIES, pico_config
+from tests.support.battery import base, plan_of
+from tests.support.pico import pico_config
 from tests.unit.splice.test_plan import chosen
 
 BRANCH = """
@@ -54,14 +53,6 @@ def test_a_name_belongs_to_one_class() -> None:
     with pytest.raises(ValueError, match=r"'ssm': .*modeling_hybrid\.SplicedAttention has this name already"):
         register_branch("ssm")(type("Other", (), {}))
     assert register_branch("ssm")(BRANCHES["ssm"]) is BRANCHES["ssm"]
-
-
-@each("name", SPLICED_FAMILIES)
-def test_classes_of_the_library_need_no_more_files(name: str) -> None:
-    config = trained(name).config
-    assert outside_modules(config) == {}
-    assert set(auto_map(config)) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForDecision"}
-    assert auto_map(config)["AutoConfig"].endswith(f".{type(config).__name__}")
 
 
 def test_a_branch_travels_with_an_entry_module(plant: Any) -> None:

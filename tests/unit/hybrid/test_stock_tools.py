@@ -12,15 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA_DEFAULTS
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    DynamicCache,
-    StaticCache,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 import surgery.hybrid
 from surgery.hybrid.modeling_hybrid import HybridMixerMixin
@@ -148,17 +140,16 @@ class TestReplacedModules:
 
 
 @each("name", SPLICED_FAMILIES)
-class TestBuilding:
-    def test_gradient_checkpointing_of_the_config(self, name: str) -> None:
-        """As in the plain class: on in every block, and no longer in the config."""
-        found = []
-        for model in (base(name), trained(name)):
-            config = copy.deepcopy(model.config)
-            config.gradient_checkpointing = True
-            again = type(model)(config)
-            blocks = [m.gradient_checkpointing for m in again.modules() if hasattr(m, "gradient_checkpointing")]
-            found.append((again.is_gradient_checkpointing, all(blocks), hasattr(config, "gradient_checkpointing")))
-        assert found == [(True, True, False)] * 2
+def test_gradient_checkpointing_of_the_config(name: str) -> None:
+    """As in the plain class: on in every block, and no longer in the config."""
+    found = []
+    for model in (base(name), trained(name)):
+        config = copy.deepcopy(model.config)
+        config.gradient_checkpointing = True
+        again = type(model)(config)
+        blocks = [m.gradient_checkpointing for m in again.modules() if hasattr(m, "gradient_checkpointing")]
+        found.append((again.is_gradient_checkpointing, all(blocks), hasattr(config, "gradient_checkpointing")))
+    assert found == [(True, True, False)] * 2
 
 
 @each("name", SPLICED_FAMILIES)
@@ -210,10 +201,6 @@ def test_masks_of_a_cache_in_a_compiled_model(kind: Any) -> None:
             assert torch.equal(compiled(mask), whole_mask(mask)) and whole_mask(mask).shape == (2, 12)
 
 
-def shipped_with(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.glob("*.py")}
-
-
 @each("name", SPLICED_FAMILIES)
 class TestSavingWithCode:
     def test_the_code_travels(self, name: str, tmp_path: Path) -> None:
@@ -221,7 +208,7 @@ class TestSavingWithCode:
         model = trained(name)
         for part in (model, model.base_model, model.config):
             copy.deepcopy(part).save_pretrained(tmp_path / type(part).__name__)
-            found = shipped_with(tmp_path / type(part).__name__)
+            found = {file.name: file.read_bytes() for file in (tmp_path / type(part).__name__).glob("*.py")}
             assert found and all((SHIPPED / file).read_bytes() == code for file, code in found.items())
             config = json.loads((tmp_path / type(part).__name__ / "config.json").read_text())
             classes = (type(model.config), type(model.base_model), type(model))
@@ -245,19 +232,3 @@ class TestSavingWithCode:
         assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
         assert type(AutoModel.from_pretrained(tmp_path)) is type(model.base_model)
         assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(model)
-
-
-def test_trainer_checkpoints_hold_the_code(tmp_path: Path) -> None:
-    rows = [{"input_ids": row, "labels": row} for row in tokens(2, 9)]
-    arguments = TrainingArguments(
-        tmp_path,
-        max_steps=1,
-        save_steps=1,
-        report_to=[],
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        disable_tqdm=True,
-    )
-    model = copy.deepcopy(trained("mamba2")).requires_grad_(True)
-    Trainer(model, arguments, train_dataset=rows).train()
-    assert "modeling_mamba2_hybrid.py" in shipped_with(tmp_path / "checkpoint-1")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -15,30 +14,20 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.locate.hidden_attention import Shares, numpy_of, observe_patterns, prompt_attention
 from surgery.models.hooks import record
 from surgery.models.layouts import Streams
-from surgery.models.lookup import family_of, mixer_of, structure_of
+from surgery.models.lookup import mixer_of, structure_of
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.types import HeadId, MixerSpec
+from tests.support.battery import mixers
 from tests.support.cases import each
-from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_tokenizer, prompts
+from tests.support.pico import pico_base, pico_family, pico_tokenizer, prompts
 
 LENGTH = 11
-every_family = each("name", FAMILY_NAMES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """The tokenizer is made once, in no test's time."""
-    pico_tokenizer()
 
 
 def level(count: int = 2, length: int = LENGTH) -> EncodedBatch:
     """Prompts of one length, without padding."""
     return prompts((length,) * count)
-
-
-def mixers(model: Any, ssm: bool | None = None) -> list[MixerSpec]:
-    return [s for s in family_of(model.config).mixers(model.config) if ssm is None or s.is_ssm == ssm]
 
 
 def all_heads(model: Any, ssm: bool | None = None) -> list[HeadId]:
@@ -72,17 +61,6 @@ def naive_shares(model: Any, spec: MixerSpec, streams: Streams, head: int) -> Te
     return lengths / lengths.sum(-1, keepdim=True)
 
 
-@every_family
-def test_rows_are_shares_of_the_past(name: str) -> None:
-    model, batch = pico_family(name), level()
-    found = head_matrices(model, batch, all_heads(model))
-    assert list(found) == all_heads(model)
-    for shares in found.values():
-        assert shares.shape == (2, LENGTH, LENGTH) and (shares >= 0).all()
-        np.testing.assert_allclose(shares.sum(-1), 1, atol=1e-5)
-        assert not np.triu(shares, 1).any() and len(np.unique(shares[:, -1])) == 2 * LENGTH
-
-
 @each(
     ("name", "more"),
     [
@@ -91,8 +69,7 @@ def test_rows_are_shares_of_the_past(name: str) -> None:
         ("mamba", {}),
         ("mamba", {"channels_per_head": 1}),
         ("falcon_mamba", {"channels_per_head": 8}),
-        ("llamba", {}),
-        ("falcon_h1", {}),
+        *((name, {}) for name in ("llamba", "falcon_h1", "bamba", "zamba2", "granite", "nemotron_h", "mamba2attn")),
     ],
 )
 def test_an_ssm_heads_shares_are_the_lengths_of_what_tokens_add(name: str, more: dict) -> None:
@@ -106,7 +83,10 @@ def test_an_ssm_heads_shares_are_the_lengths_of_what_tokens_add(name: str, more:
             np.testing.assert_allclose(found[head], expected, atol=2e-6)  # shares up to 1, in fp32
 
 
-@each("name", ["llama", "qwen2", "gpt_neox", "bamba", "zamba2"])
+ATTENTION = ("llama", "qwen2", "gpt_neox", "bamba", "zamba2", "granite", "nemotron_h", "falcon_h1", "mamba2attn")
+
+
+@each("name", ATTENTION)
 def test_attention_weights_are_the_models_own(name: str) -> None:
     """Against what eager attention gives out; two blocks of Zamba2 share one attention module."""
     model, batch = pico_family(name), level()
@@ -141,17 +121,16 @@ def documents(count: int = 3) -> list[Document]:
     return [kv_document(rng_of("hidden", i), pairs=3 + i) for i in range(count)]
 
 
-class TestPromptAttention:
-    def test_holds_the_querys_rows_and_the_asked_matrices(self) -> None:
-        model, tokenizer, texts = pico_base(vocab_size=1024), pico_tokenizer(), documents(2)
-        held = prompt_attention(model, tokenizer, texts, mixers(model)[1:], [HeadId(2, 1)])
-        for document, prompt in zip(texts, held, strict=True):
-            batch = encode([document], tokenizer, until_answer=True)
-            found = head_matrices(model, batch, all_heads(model)[4:])
-            assert list(prompt.rows) == [str(head) for head in found] and list(prompt.matrices) == ["L2H1"]
-            for head, shares in found.items():
-                np.testing.assert_allclose(prompt.rows[str(head)], shares[0, -1], atol=1e-7)
-            np.testing.assert_allclose(prompt.matrices["L2H1"], found[HeadId(2, 1)][0], atol=1e-7)
-            assert document.text.startswith("".join(prompt.tokens))
-            places = (int(batch.segment_end), int(batch.answer_token), len(prompt.tokens) - 1)
-            assert tuple(prompt.marks[k] for k in ("segment end", "answer token", "query")) == places
+def test_prompt_attention_holds_the_querys_rows_and_the_asked_matrices() -> None:
+    model, tokenizer, texts = pico_base(vocab_size=1024), pico_tokenizer(), documents(2)
+    held = prompt_attention(model, tokenizer, texts, mixers(model)[1:], [HeadId(2, 1)])
+    for document, prompt in zip(texts, held, strict=True):
+        batch = encode([document], tokenizer, until_answer=True)
+        found = head_matrices(model, batch, all_heads(model)[4:])
+        assert list(prompt.rows) == [str(head) for head in found] and list(prompt.matrices) == ["L2H1"]
+        for head, shares in found.items():
+            np.testing.assert_allclose(prompt.rows[str(head)], shares[0, -1], atol=1e-7)
+        np.testing.assert_allclose(prompt.matrices["L2H1"], found[HeadId(2, 1)][0], atol=1e-7)
+        assert document.text.startswith("".join(prompt.tokens))
+        places = (int(batch.segment_end), int(batch.answer_token), len(prompt.tokens) - 1)
+        assert tuple(prompt.marks[k] for k in ("segment end", "answer token", "query")) == places

@@ -80,18 +80,17 @@ def choose(splice: Splice, section: Locate = PROMPTS, seed: int = 0, gains: Any 
     return choosing.choose(rank(HEADS, "sharpen"), sites, splice, section, seed, gains)
 
 
-class TestRank:
-    @each(
-        ("method", "order"),
-        [
-            ("ablation", ["L0H0", "L0H1", "L1H0", "L1H1"]),
-            ("aggregate", ["L1H0", "L0H1", "L0H0", "L1H1"]),
-            ("gather", ["L0H0", "L1H1", "L1H0", "L0H1"]),
-            ("sharpen", ["L1H1", "L0H1", "L1H0", "L0H0"]),  # by the column in `reads`, L1H0's other one is 5
-        ],
-    )
-    def test_by_each_method(self, method: str, order: list[str]) -> None:
-        assert names(rank(HEADS, method)) == names(rank(HEADS[::-1], method)) == order
+@each(
+    ("method", "order"),
+    [
+        ("ablation", ["L0H0", "L0H1", "L1H0", "L1H1"]),
+        ("aggregate", ["L1H0", "L0H1", "L0H0", "L1H1"]),
+        ("gather", ["L0H0", "L1H1", "L1H0", "L0H1"]),
+        ("sharpen", ["L1H1", "L0H1", "L1H0", "L0H0"]),  # by the column in `reads`, L1H0's other one is 5
+    ],
+)
+def test_heads_are_ranked_by_each_method(method: str, order: list[str]) -> None:
+    assert names(rank(HEADS, method)) == names(rank(HEADS[::-1], method)) == order
 
 
 class TestRole:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from surgery.models.convert import convert
 from surgery.models.loading import load_model
 from surgery.recipe import Base
 from tests.support.cases import each
-from tests.support.mamba2attn import attn_model
 from tests.support.mamba_ssm_files import PADDED, Kind, assert_same_logits, state_of, tiny, write
 from tests.support.pico import pico_family, pico_hybrid, pico_site
 
@@ -37,16 +35,6 @@ def test_transformers_alone_loads_what_is_written(tmp_path: Path, layer: str, ki
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto").eval()
     assert type(loaded) is type(model)
     assert_same_logits(loaded, model)
-    assert_same_logits(load_model(base_of(tmp_path / "new")), model)
-
-
-def test_attention_layers_take_their_code_along(tmp_path: Path) -> None:
-    model = attn_model("mlp", vocab_size=PADDED)
-    convert(base_of(write(tmp_path / "own", model)), tmp_path / "new")
-    config = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_mamba2attn.Mamba2AttnForCausalLM"
-    assert (tmp_path / "new" / "modeling_mamba2attn.py").is_file()
-    assert (tmp_path / "new" / "modeling_hybrid.py").is_file()
     assert_same_logits(load_model(base_of(tmp_path / "new")), model)
 
 
@@ -88,13 +76,6 @@ def test_a_model_that_was_converted_is_replaced_with_overwrite_alone(tmp_path: P
     assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_the_source_is_never_replaced(tmp_path: Path) -> None:
-    base = base_of(write(tmp_path / "outer" / "own", tiny("Mamba2")))
-    for folder in (tmp_path / "outer" / "own", tmp_path / "outer"):
-        assert_refused(RunError, "is inside it", base=base, folder=folder, overwrite=True)
-    assert (tmp_path / "outer" / "own" / "pytorch_model.bin").is_file()
-
-
 def test_nothing_is_left_of_a_refusal(tmp_path: Path) -> None:
     model = tiny("Mamba2")
     state = state_of(model)
@@ -105,18 +86,3 @@ def test_nothing_is_left_of_a_refusal(tmp_path: Path) -> None:
     assert_refused(ModelError, *words, base=base, folder=tmp_path / "new")
     assert_refused(RunError, "float8", "bfloat16", base=base, folder=tmp_path / "new", dtype="float8")
     assert [p.name for p in tmp_path.iterdir()] == ["own"]
-
-
-def test_a_failure_on_the_way_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = base_of(write(tmp_path / "own", tiny("Mamba2")))
-    convert(base, tmp_path / "new")
-    before = {p.name: p.read_bytes() for p in (tmp_path / "new").iterdir()}
-
-    def fail(*_: Any) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(shutil, "copyfile", fail)
-    (tmp_path / "own" / "tokenizer.json").write_text("{}")
-    assert_refused(OSError, "No space", base=base, folder=tmp_path / "new", overwrite=True)
-    assert {p.name: p.read_bytes() for p in (tmp_path / "new").iterdir()} == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "own"]

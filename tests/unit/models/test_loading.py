@@ -39,15 +39,7 @@ from surgery.splice.plan import check_splices
 from tests.integration.conftest import BASE
 from tests.support.cases import each
 from tests.support.mamba2attn import CASES, attn_model
-from tests.support.mamba_ssm_files import (
-    KINDS,
-    PADDED,
-    Kind,
-    assert_same_logits,
-    state_of,
-    tiny,
-    write,
-)
+from tests.support.mamba_ssm_files import KINDS, PADDED, Kind, assert_same_logits, state_of, tiny, write
 from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_family_config, pico_tokenizer
 
 LAYERS = ("Mamba1", "Mamba2")
@@ -493,16 +485,6 @@ class TestTokenizers:
             self.read(folder)
         (folder / name).write_bytes((BASE / "tokenizer.json").read_bytes()[:2000])
         assert_refused(folder, "base.tokenizer", load=load_tokenizer)
-
-
-def test_an_interrupt_while_loading_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    folder = write(tmp_path, tiny("Mamba2"))
-    monkeypatch.setattr(torch, "load", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        load_model(base_of(folder))
 
 
 @each("name", ["./bsae", "runs/bsae"])

@@ -11,7 +11,6 @@ from transformers import Mamba2Config, MambaConfig
 from surgery.errors import ModelError
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig
 from surgery.models import mamba_ssm_format
-from surgery.models.sizes import meta_model
 from tests.support.cases import each
 
 # As published with the models of these names.
@@ -26,16 +25,11 @@ MAMBA_130M = {
     "pad_vocab_size_multiple": 8,
 }
 MAMBA2_130M = {
-    "d_model": 768,
+    **MAMBA_130M,
     "d_intermediate": 0,
-    "n_layer": 24,
-    "vocab_size": 50277,
     "ssm_cfg": {"layer": "Mamba2"},
     "attn_layer_idx": [],
     "attn_cfg": {},
-    "rms_norm": True,
-    "residual_in_fp32": True,
-    "fused_add_norm": True,
     "pad_vocab_size_multiple": 16,
     "tie_embeddings": True,
 }
@@ -54,12 +48,6 @@ MAMBA2ATTN_27B = {
         "rotary_emb_dim": 64,
     },
 }
-
-
-def shapes_of(data: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model that the config describes."""
-    model = meta_model(mamba_ssm_format.convert_config(data))
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def assert_refused(data: dict[str, Any], field: str, value: Any, *words: str) -> None:
@@ -82,10 +70,6 @@ def test_a_missing_layer_means_mamba1() -> None:
     assert type(config) is MambaConfig
     assert (config.state_size, config.conv_kernel, config.expand, config.time_step_rank) == (16, 4, 2, 48)
     assert config.vocab_size == 50280
-    shapes = shapes_of(MAMBA_130M)
-    assert shapes["backbone.layers.23.mixer.in_proj.weight"] == (3072, 768)
-    assert shapes["backbone.layers.0.mixer.x_proj.weight"] == (80, 1536)
-    assert shapes["backbone.embeddings.weight"] == (50280, 768)
 
 
 def test_mamba2_defaults_are_mamba_ssms() -> None:
@@ -96,22 +80,13 @@ def test_mamba2_defaults_are_mamba_ssms() -> None:
     assert tuple(config.time_step_limit) == (0.0, math.inf)
     assert (config.tie_word_embeddings, config.residual_in_fp32, config.use_bias) == (True, True, False)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
-    shapes = shapes_of(MAMBA2_130M)
-    assert shapes["backbone.layers.0.mixer.in_proj.weight"] == (2 * 1536 + 2 * 128 + 24, 768)
-    assert shapes["backbone.layers.0.mixer.conv1d.weight"] == (1536 + 2 * 128, 1, 4)
 
 
 def test_attention_layers_are_kept() -> None:
     config = mamba_ssm_format.convert_config(MAMBA2ATTN_27B)
     assert type(config) is Mamba2AttnConfig
     assert [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"] == [9, 18, 27, 36, 45, 56]
-    shapes = shapes_of(MAMBA2ATTN_27B)
-    assert shapes["backbone.layers.9.mixer.in_proj.weight"] == (3 * 30 * 128, 2560)
-    assert shapes["backbone.layers.9.mixer.conv1d.weight"] == (3 * 30 * 128, 1, 4)
-    assert shapes["backbone.layers.9.mixer.out_proj.weight"] == (2560, 30 * 128)
-    assert "backbone.layers.9.mixer.in_proj.bias" not in shapes
-    assert "backbone.layers.9.mixer.A_log" not in shapes
-    assert shapes["backbone.layers.8.mixer.in_proj.weight"] == (10576, 2560)
+    assert MAMBA2ATTN_27B["attn_cfg"].items() - {("causal", True)} <= config.attn_cfg.items()
 
 
 def test_null_means_empty_and_initial_values_do_not_matter() -> None:

@@ -39,35 +39,12 @@ def test_flops_are_those_of_torch() -> None:
     assert cost_of_net("meta").flops == counter.get_total_flops()
 
 
-def test_without_a_graph_nothing_is_saved() -> None:
-    model, x = net("meta"), torch.ones(5, 8, device="meta")
-    with torch.no_grad():
-        cost = measure(lambda: [model(x)], model)
-    assert cost.saved == cost.backward_peak == 0
-    assert cost.forward_peak > 0
-
-
 def test_the_peak_is_of_what_is_alive_at_once() -> None:
     with Meter() as meter:
         for _ in range(3):
             x = torch.zeros(100)
             del x
     assert meter.peak == 400 and meter.now == 0
-
-
-def masked(mask: Tensor, logits: Tensor) -> list[tuple[int, ...]]:
-    """Shapes that depend on the values of a mask."""
-    found = [tuple(logits[mask].shape), tuple(logits[:, :-1][mask[:, 1:]].shape), tuple(mask.nonzero().shape)]
-    shifted = mask & mask.roll(1, dims=1)
-    found.append(tuple(logits[shifted.logical_not()].shape))
-    return [*found, (int(mask.sum()), bool(mask.all()), bool(mask[:, 0].all()))]
-
-
-def test_masks_keep_their_values_on_meta() -> None:
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
-    with Meter():
-        found = masked(mask.to("meta"), torch.empty(2, 4, 3, device="meta"))
-    assert found == masked(mask, torch.empty(2, 4, 3))
 
 
 def test_unknown_values_are_not_made_up() -> None:

@@ -19,15 +19,7 @@ from surgery.models.shared_states import from_shared_states, reading
 from surgery.types import MixerSpec
 from tests.support.battery import base, mixers, trained
 from tests.support.cases import each
-from tests.support.pico import (
-    FAMILY_NAMES,
-    pico_base,
-    pico_family,
-    pico_hybrid,
-    pico_site,
-    prompts,
-    random_site,
-)
+from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_hybrid, pico_site, prompts, random_site
 
 NEITHER = ("mamba", "falcon_mamba", "llama", "qwen2", "gpt_neox")  # a decay for every state, or no state
 SHARED = [name for name in FAMILY_NAMES if reading(mixers(base(name)))]

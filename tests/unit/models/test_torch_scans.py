@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -47,13 +48,9 @@ def test_a_prompt_and_more_tokens_after_it_are_those_of_transformers(name: str) 
     """The state after a prompt is the same, and further tokens begin with it."""
     model, ids = pico_family(name), tokens(2, 19)
     passes = []
-    for context in (False, True):
-        with torch.no_grad():
-            if context:
-                with torch_scans(model):
-                    passes.append(prompt_and_more(model, ids))
-            else:
-                passes.append(prompt_and_more(model, ids))
+    for scans in (nullcontext(), torch_scans(model)):
+        with torch.no_grad(), scans:
+            passes.append(prompt_and_more(model, ids))
     torch.testing.assert_close(passes[1], passes[0], atol=1e-4, rtol=1e-4)
 
 

@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM, Mamba2Config, NemotronHForCausalL
 from surgery.errors import ModelError, PlanError, RecipeError
 from surgery.export.formats import GGUFFormat, NemotronHFormat
 from surgery.models.inserted import as_inserted, inserted_entries
-from surgery.models.lookup import family_of, geometry_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice, Train
 from surgery.splice.graft import splice_model
 from surgery.splice.insertion import check_inserts
 from surgery.splice.plan import make_plan
 from surgery.train.training import train_model
-from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
+from surgery.types import Plan
 from tests.support.battery import logits
 from tests.support.cases import each
 from tests.support.pico import pico_family, pico_tokenizer, randomise, tokens
+from tests.unit.splice.test_plan import chosen
 
 SSM, ATTENTION = "linear_attention", "full_attention"
 SIDE = 32
@@ -47,8 +47,7 @@ def base(**config: Any) -> Any:
 
 
 def planned(model: Any, splice: Splice, *names: str) -> Plan:
-    chosen = tuple(ScoredHead(HeadId.parse(name), "neither", "answer_token", {}) for name in names or HEADS)
-    heads = HeadSet("pico", "", geometry_of(model.config), (), chosen, "list", 0)
+    heads = chosen(*(names or HEADS), reads="answer_token", config=model.config)
     return make_plan(heads, model.config, splice, seed=3)
 
 
@@ -124,28 +123,18 @@ class TestStepZero:
             assert torch.equal(query[copied], key[copied] + copied.sum()), "channels of queries follow those of keys"
 
 
-class TestStock:
-    @every_form
-    def test_it_is_saved_as_transformers_own_class(self, form: str, tmp_path: Path) -> None:
-        model = trained(form)
-        model.save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text())
-        assert config["architectures"] == ["NemotronHForCausalLM"] and config["inserted_into"] == "nemotron_h"
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert type(loaded) is NemotronHForCausalLM
-        expected = logits(loaded, tokens(2, 30))
-        assert torch.equal(logits(model, tokens(2, 30)), expected)
-        with torch.enable_grad():  # what training stops are gradients alone
-            assert torch.equal(model(tokens(2, 30), use_cache=False).logits, expected)
-
-    @every_form
-    def test_the_plan_is_in_the_config(self, form: str) -> None:
-        plan, model = planned(base(), section(form)), inserted(form)
-        assert plan_from_json(json.loads(json.dumps(to_json(plan)))) == plan
-        recovered = plan_of_hybrid(model.config, plan.base)
-        assert (recovered.geometry, recovered.grafts) == (plan.geometry, plan.grafts)
-        of_base = family_of(base().config).mixers(base().config)
-        assert [graft.site for graft in recovered.grafts] == [spec for spec in of_base if spec.is_ssm]
+@every_form
+def test_it_is_saved_as_transformers_own_class(form: str, tmp_path: Path) -> None:
+    model = trained(form)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["NemotronHForCausalLM"] and config["inserted_into"] == "nemotron_h"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is NemotronHForCausalLM
+    expected = logits(loaded, tokens(2, 30))
+    assert torch.equal(logits(model, tokens(2, 30)), expected)
+    with torch.enable_grad():  # what training stops are gradients alone
+        assert torch.equal(model(tokens(2, 30), use_cache=False).logits, expected)
 
 
 def test_training_leaves_heads_that_fill_a_block_up_at_zero() -> None:
@@ -178,13 +167,6 @@ class TestRefused:
         config.num_attention_heads = 3
         with pytest.raises(ModelError, match="inserted"):
             inserted_entries(config)
-
-    def test_another_width_than_the_bases_attention_has(self) -> None:
-        splice = section("block", head_dim=16)
-        with pytest.raises(PlanError, match=r"splice\.head_dim: 16.* must be 8, its width\. Leave it out"):
-            planned(base(), splice)
-        same = section("block", head_dim=8)
-        assert splice_model(base(), planned(base(), same), same).config.head_dim == 8
 
     def test_copies_of_a_layer_that_is_no_ssm(self) -> None:
         with pytest.raises(PlanError, match=r"splice\.before: 1\. init: ssm copies .* SSM layer: 0, 3\."):

@@ -20,17 +20,12 @@ from surgery.probes.kv_retrieval import kv_prompts
 from surgery.recipe import Splice
 from surgery.splice.graft import cut_model, splice_model
 from surgery.splice.plan import check_state_size, make_plan
-from surgery.splice.state_size import (
-    StateCut,
-    choose_channels,
-    cut_from_json,
-    cut_to_json,
-    state_contributions,
-)
-from surgery.types import HeadId, HeadSet, MixerSpec, ScoredHead
+from surgery.splice.state_size import StateCut, choose_channels, cut_from_json, cut_to_json, state_contributions
+from surgery.types import MixerSpec
 from tests.support.battery import assert_cache_is_as_large_as_said, base, logits, mixers, plan_of
 from tests.support.cases import each
 from tests.support.pico import SPLICED_FAMILIES, pico_family, pico_family_config, pico_tokenizer, prompts, tokens
+from tests.unit.splice.test_plan import chosen
 
 CUT = [name for name in SPLICED_FAMILIES if family_of(pico_family_config(name)).state_field]
 every_cut = each("name", CUT)
@@ -175,8 +170,7 @@ class TestRefused:
     )
     def test_sizes_that_the_model_cannot_have(self, name: str, size: int, words: str) -> None:
         config = pico_family_config(name)
-        chosen = (ScoredHead(HeadId(0, 1), "neither", "answer_token", {}),)
-        heads = HeadSet("pico", "", geometry_of(config), (), chosen, "list", 0)
+        heads = chosen("L0H1", config=config)
         for refuse in (
             lambda: check_state_size(size, config),
             lambda: make_plan(heads, config, Splice(state_size=size)),

@@ -14,10 +14,10 @@ import pytest
 from pyarrow.parquet import write_table
 
 from surgery.data.files import local_files, open_rows, rows_in_order
-from surgery.data.user import open_source, read_documents
+from surgery.data.user import read_documents
 from surgery.errors import DataError
 from surgery.recipe import Data
-from tests.support.own_data import END, TOKENIZER, fake_hub, numbered, opened, source, stored, texts, write
+from tests.support.own_data import END, TOKENIZER, fake_hub, numbered, opened, stored, texts, write
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,9 @@ def test_a_hub_that_fails_is_one_clear_error_without_the_token(
 def test_a_hub_set_is_read_by_its_columns(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
     rows = [{**row, "more": i} for i, row in enumerate(numbered(6))]
     asked = fake_hub(monkeypatch, datasets.Dataset.from_list(rows))
-    stream = opened("owner/name", rows=6, streaming=streaming, name="small", split="dev", revision="v1")
+    columns = {"answer_span": "auto"}  # a column that may be absent
+    of_hub: dict[str, Any] = {"name": "small", "split": "dev", "revision": "v1", "columns": columns}
+    stream = opened("owner/name", rows=6, streaming=streaming, **of_hub)
     assert asked == [("owner/name", "small", "dev", "v1", streaming)]
     assert {d.task for d in stream.step(0)} == {"owner/name"}
     assert sorted(texts(stream, 0)) == sorted(f"{r['prompt']}{r['answer']}{END}" for r in rows)
@@ -198,21 +200,3 @@ def test_a_hub_set_is_read_by_its_columns(monkeypatch: pytest.MonkeyPatch, strea
         opened("owner/name", streaming=streaming, columns={"prompt": "q"})
     read, _ = read_documents(Data(path="owner/name", streaming=streaming), TOKENIZER, limit=2)
     assert [d.text for d in read] == [f"{r['prompt']}{r['answer']}{END}" for r in rows[:2]]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_with_auto_the_column_of_spans_may_be_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
-) -> None:
-    """In files and on the Hub. A column that is named has to be there."""
-    row = {"prompt": "fox:7\nowl:7\nWhere is the owl?\n", "answer": "7", "n": 1}
-    for more, value in (({}, None), ({"answer_span": [10, 11]}, (10, 11))):
-        fake_hub(monkeypatch, datasets.Dataset.from_list([{**row, **more}] * 3))
-        for path in ("owner/name", *(stored(tmp_path / f"a.{s}", [{**row, **more}]) for s in ("jsonl", "json"))):
-            asked = source(path, rows=3, columns={"answer_span": "auto"}, streaming=streaming)
-            found = open_source(asked, TOKENIZER, 0, 0).step(0)
-            assert {d.questions[0].value for d in found} == {value}, path
-    for suffix in ("jsonl", "json", "parquet"):
-        path = stored(tmp_path / f"b.{suffix}", [row])
-        with pytest.raises(DataError, match=r"answer_span|the span is None"):
-            opened(path, columns={"answer_span": "answer_span"}, streaming=streaming)

@@ -12,15 +12,14 @@ from surgery.data.encoding import encode
 from surgery.data.generated import GeneratedStream
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, split_of
-from surgery.probes.knowledge import fact_half, fact_question, fact_statement, facts
+from surgery.probes.knowledge import fact_question, fact_statement, facts
 from surgery.probes.registry import PROBES
 from surgery.probes.words import key_words
 from surgery.recipe import Source
 from tests.support.pico import pico_tokenizer
+from tests.unit.probes.test_unchanged import DIGESTS
 
-_SEVERAL = """kv_retrieval phonebook json_kv mqar multi_hop needle_single needle_multi_query letter_choice copying
-option_text closed_book statement sentence records key_echo kv_repeated"""
-TASKS = tuple(task for task in _SEVERAL.split() if task in PROBES)
+TASKS = tuple(task for task in DIGESTS if PROBES[task].trains)
 OF_LINES = tuple(task for task in TASKS if "questions" in PROBES[task].options)
 HALVED = ("closed_book", "statement", "letter_choice", "option_text", "sentence")
 SIZES: dict[str, dict[str, Any]] = {
@@ -57,11 +56,13 @@ def test_a_step_depends_on_its_key_alone() -> None:
 
 
 def test_facts_come_from_the_half_that_was_asked_for() -> None:
-    for task, tell in (("closed_book", fact_question), ("statement", fact_statement)):
-        for half in (0, 1, None):
-            allowed = {tell(f).text for f in fact_half(half)}
-            assert set(texts(source(task, 10, split=half))) <= allowed, (task, half)
-    assert set(fact_half(0)) | set(fact_half(1)) == set(facts()) and not set(fact_half(0)) & set(fact_half(1))
+    told = {f: (f"Question: What is the {f.relation} of {f.name}?", fact_statement(f).text) for f in facts()}
+    for task in PROBES["closed_book"].held_out_from:
+        for half, expected in ((0, {0}), (1, {1}), (None, {0, 1})):
+            made = texts(source(task, 10, split=half), 4)
+            assert {f.half for f, starts in told.items() if any(t.startswith(starts) for t in made)} == expected, task
+    held_out = {document.text for document in PROBES["closed_book"].evaluation_set()}
+    assert held_out == {fact_question(fact).text for fact in facts() if fact.half == 1}
     for task in set(TASKS) - set(HALVED):
         with pytest.raises(ValueError, match=f"{task} does not use `split`"):
             documents(source(task, split=0))
@@ -72,19 +73,6 @@ def test_pairs_stay_in_their_range_and_reach_its_ends() -> None:
     counts = [{len(d.questions[0].choices) for d in found} for found in steps]
     assert all(len(c) == 1 for c in counts), "documents of one step have one length"
     assert set.union(*counts) == {3, 4, 5, 6}
-
-
-def test_what_attention_is_pulled_to_is_the_answer_in_its_segment() -> None:
-    for task in (task for task in TASKS if PROBES[task].gold_position):
-        more = {"questions": 3} if task in OF_LINES else {}
-        found = documents(source(task, 6, weights={"answer": 1.0, "attention": 1.0}, **more))
-        batch = encode(found, pico_tokenizer())
-        asked, (start, end) = batch.target >= 0, (batch.segment_start, batch.segment_end)
-        assert int(asked.sum()) == sum(len(d.questions) for d in found), task
-        assert bool(((start <= batch.answer_token) & (batch.answer_token <= end) & (end < batch.query))[asked].all())
-        if task != "letter_choice":  # there `A` stands at the option, and ` A` is the answer
-            read = batch.input_ids.gather(1, batch.answer_token.clamp(min=0))
-            assert torch.equal(read[asked], batch.target[asked]), task
 
 
 def test_a_text_that_depends_on_a_tokenizer_is_not_made_without_one() -> None:
@@ -114,11 +102,12 @@ def test_an_answers_end_is_the_newline_behind_it() -> None:
 
 
 def test_training_never_sees_evaluation_texts() -> None:
-    of_key_words = {"kv_retrieval", "multi_hop", "needle_multi_query", "key_echo", "kv_repeated", "records"}
-    for task in of_key_words & set(TASKS):
+    of_key_words = {"kv_retrieval", "multi_hop", "key_echo", "kv_repeated", "records"}
+    for task in of_key_words | {task for task in TASKS if task.startswith("needle")}:
         found = set(re.findall(r"[a-z]+", " ".join(texts(source(task))).lower()))
         assert found & set(key_words("train")) and not found & set(key_words("eval")), task
-    for task, key in (("phonebook", r"([A-Za-z ]+):"), ("json_kv", r'"([0-9a-f]+)":')):
+    patterns = {"phonebook": r"([A-Za-z ]+):", "json_kv": r'"([0-9a-f]+)":', "copying": r"text:\n(.*)\n"}
+    for task, key in patterns.items():
         keys = {k for t in texts(source(task)) for k in re.findall(key, t)}
         assert keys and {split_of(k) for k in keys} == {"train"}, task
     for task in ("letter_choice", "sentence"):

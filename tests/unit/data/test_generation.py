@@ -1,4 +1,4 @@
-"""Greedy answers: with a cache as without, padded as alone; what counts as right."""
+"""Greedy answers: with a cache as without, padded as alone, decided in one pass as generated; what counts as right."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from surgery.data.generation import ExactAnswers, exact_answers, generate_greedy
+from surgery.data.encoding import encode
+from surgery.data.generation import (
+    ExactAnswers,
+    answer_batches,
+    exact_answers,
+    generate_answers,
+    generate_greedy,
+    is_match,
+)
 from surgery.data.ranking import answer_nats, perplexity
 from surgery.errors import ProbeError
 from surgery.evaluate.evaluation import evaluate_model, p_values
 from surgery.evaluate.prompts import PromptSet
+from surgery.lm_eval_tasks.data import said as said_in_lm_eval
 from surgery.probes.documents import Document, Question
 from surgery.recipe import Evaluate
 from surgery.stats import wilson
-from tests.support.oracles import naive_generate_greedy
+from tests.support.oracles import naive_generate_answers, naive_generate_greedy
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts, randomise
-from tests.support.samples import TEXT_PROMPTS
+from tests.support.samples import TEXT_PROMPTS, document_of, sample
 
 END = "<|endoftext|>"
 FAMILIES = ("mamba2", "mamba", "falcon_mamba", "llamba", "zamba2", "bamba", "hybrid")
@@ -162,3 +171,74 @@ def test_held_out_documents_stand_in_the_summary_beside_the_rest() -> None:
     assert torch.equal(arm.correct["held_out/rows.jsonl"], correct) and len(arm.correct) == 1
     assert calls == [(1, 2), (2, 2)]
     assert p_values({"base": arm, "other": arm}, "base")["other"] == {"held_out/rows.jsonl": 1.0}
+
+
+@cache
+def small(name: str) -> PreTrainedModel:
+    shape: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
+    return pico_base(**shape) if name == "base" else pico_hybrid([pico_site(1)], **shape)
+
+
+def own_answer(name: str, prompt: str, count: int, bounded: bool) -> Document:
+    """Its answer is what the model says, with choices beside it."""
+    answer = said(small(name), prompt, count)
+    text, span = prompt + answer, (len(prompt), len(prompt) + len(answer))
+    place = None if bounded else (0, len(prompt))
+    return Document("own", text, (Question(span, (answer, "!", "?"), 0, segment=place, value=place),))
+
+
+def mixed(name: str) -> list[Document]:
+    """What it says, in one token or several, and what it does not say."""
+    own = [own_answer(name, p, n, b) for p in TEXT_PROMPTS for n in (1, 2) for b in (True, False)]
+    tasks = ("kv_retrieval", "letter_choice", "closed_book")
+    several_tokens = [document_of("json_kv", i, pairs=12, groups=(4,)) for i in range(2)]
+    return [*own, *several_tokens, *(d for task in tasks for d in sample(task, 2))]
+
+
+@pytest.mark.parametrize("name", ["base", "hybrid"])
+def test_one_pass_decides_what_generation_decides(name: str) -> None:
+    documents, tokenizer = mixed(name), pico_tokenizer()
+    fast = generate_answers(small(name), tokenizer, documents, answer_batches(documents, tokenizer, 16))
+    slow = naive_generate_answers(small(name), tokenizer, documents)
+    assert torch.equal(fast.correct, slow.correct) and torch.equal(fast.begun, slow.begun)
+    assert fast.ranked is not None and slow.ranked is not None
+    assert torch.equal(fast.ranked.correct, slow.ranked.correct)
+    torch.testing.assert_close(fast.ranked.margin, slow.ranked.margin, rtol=1e-3, atol=1e-4)
+    assert fast.begun[: 4 * len(TEXT_PROMPTS)].all() and not fast.begun.all()
+    assert not (fast.correct & ~fast.begun).any()
+    alone = generate_answers(small(name), tokenizer, documents, answer_batches(documents, tokenizer, 1))
+    assert torch.equal(alone.correct, fast.correct)
+
+
+def test_tokens_are_counted_behind_the_right_ones() -> None:
+    tokenizer, model = pico_tokenizer(), small("base")
+    documents = [document_of("copying", i, pairs=3 + i) for i in range(4)]
+    found = generate_answers(model, tokenizer, documents, answer_batches(documents, tokenizer, 4))
+    assert found.ranked is None
+    for share, document in zip(found.token_accuracy.tolist(), documents, strict=True):
+        batch = encode([document], tokenizer)
+        with torch.no_grad():
+            likeliest = model(batch.input_ids, use_cache=False).logits[0].argmax(-1)
+        places = batch.answers[0].nonzero()[:, 0]
+        right = (likeliest[places - 1] == batch.input_ids[0, places]).double().mean()
+        assert share == pytest.approx(float(right), abs=1e-6)
+
+
+def test_what_counts_as_said_here_and_in_lm_eval() -> None:
+    for text, answers, bounded, right in (
+        (" 42\nThe", ["42"], True, True),
+        ("42and", ["42"], True, True),
+        ("421", ["42"], True, False),
+        ("421", ["42"], False, True),
+        ("4", ["42"], True, False),
+        ("", ["42"], True, False),
+        ("so 42", ["42"], True, False),
+        ("foxes", ["fox"], True, False),
+        ("fox.", ["fox"], True, True),
+        ("17, then 42", ["42", "17"], True, True),
+        ("17 and 4", ["42", "17"], True, False),
+    ):
+        assert is_match(text, answers, bounded) == right, text
+        row = {"answers": answers, "bounded": bounded}
+        begun = float(is_match(text, answers, bounded=False))
+        assert said_in_lm_eval(row, [text]) == {"exact_match": float(right), "begun": begun}, text

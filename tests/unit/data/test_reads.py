@@ -65,13 +65,6 @@ def test_reads_of_one_token_are_the_questions() -> None:
     assert encode(sample("sentence"), pico_tokenizer()).read_query.tolist() == [[-1]] * 4
 
 
-def test_every_token_is_read_where_it_stands() -> None:
-    batch = encode([looked_up("712")], byte_tokenizer())
-    first, query = int(batch.answer_token[0, 0]), int(batch.query[0, 0])
-    assert reads(batch) == [(query + i, first + i + 1, first + i) for i in range(3)]
-    assert int(batch.segment_end[0, 0]) == first + 3
-
-
 def test_text_after_the_value() -> None:
     """The read is the token after the value's; at the segment's end only if the key follows the value."""
     for line, expected in (("a:712 and more\n", "12 "), ("712 for a\n", " a\n")):

@@ -1,4 +1,4 @@
-"""Values that one token tells apart, and the counts that every dictionary refuses."""
+"""Values that one token tells apart, the counts that every dictionary refuses, and words that are no keys."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from surgery.errors import ProbeError
 from surgery.probes.documents import rng_of
 from surgery.probes.pairs import NUM_LEADS, different, leads
+from surgery.probes.words import ANSWERS, PLACES, SIZES, THINGS, TIMES, VERBS, WEATHER, key_words
 from tests.support.cases import each
 
 
@@ -27,3 +28,9 @@ def test_too_few_different_texts_are_an_error_and_not_a_loop() -> None:
     rng = rng_of("few")
     with pytest.raises(ProbeError, match="too few different texts"):
         different(30, "train", lambda: str(rng.randrange(20)))
+
+
+def test_no_key_occurs_in_a_word_of_the_templates() -> None:
+    of_templates = [*ANSWERS.values(), PLACES, SIZES, THINGS, TIMES, VERBS, WEATHER]
+    keys = [*key_words("train"), *key_words("eval")]
+    assert [(key, word) for words in of_templates for word in words for key in keys if key in word] == []

@@ -17,13 +17,7 @@ from surgery.probes.documents import Document, Question, Split, draw, rng_of
 from surgery.probes.registry import PROBES, Options, Probe, register_probe
 from surgery.recipe import Evaluate, EvaluationTask, Source
 from surgery.report.results import label_of
-
-BUILT_IN = (
-    "kv_retrieval", "phonebook", "json_kv", "mqar", "multi_hop", "copying", "sentence", "perplexity",
-    "perplexity_seen", "needle_single", "needle_multi_key", "needle_multi_value", "needle_multi_query",
-    "letter_choice", "option_text", "closed_book", "closed_book_seen", "statement", "records", "key_echo",
-    "kv_repeated",
-)  # fmt: skip
+from tests.unit.probes.test_unchanged import DIGESTS
 
 
 class Planted(Probe):
@@ -53,7 +47,12 @@ def test_the_order_of_probes_does_not_depend_on_what_is_imported_first() -> None
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         names, heavy = done.stdout.split("\n")[:2]
-        assert tuple(names.split()) == BUILT_IN and heavy == "", first
+        assert names.split() == list(DIGESTS) and heavy == "", first
+
+
+def test_every_training_task_about_facts_is_one_that_an_evaluation_of_facts_is_held_out_from() -> None:
+    halved = {name for name, probe in PROBES.items() if probe.trains and "half" in probe.options}
+    assert set(PROBES["closed_book"].held_out_from) == halved - {"sentence"}  # other sentences are evaluated
 
 
 def test_names_and_labels_come_from_the_class(planted: Probe) -> None:

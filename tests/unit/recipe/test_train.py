@@ -34,7 +34,8 @@ def test_tokens_in_all_make_steps(tokens: int, steps: int) -> None:
 
 def test_a_section_in_full_loads_again() -> None:
     """With all defaults written out, as a run folder and an export have it."""
-    for given in ({"sources": [KV]}, {"stages": [{"name": "a", "sources": [KV], "optimizer": {"lr": 0.1}}]}):
+    stage = {"name": "a", "sources": [KV], "optimizer": {"lr": 0.1}}
+    for given in ({"sources": [KV]}, {"stages": [stage]}, {"steps": 7}):
         section = Train.model_validate(given)
         assert Train.model_validate(section.model_dump(mode="json")) == section
 
@@ -87,6 +88,7 @@ def test_reads_train_on_attention_alone() -> None:
 # Keys that change OWN, and what the error says.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": {"path": "x", "columns": {"text": "t"}}}, "plain text has no answers"),
+    ({"data": {"path": "x", "columns": {"answer_span": "auto", "text": "t"}}}, "plain text has no answers"),
     ({"weights": {"attention": 1.0}}, "answer_span` to a column or to `auto`, or `weights.attention` to 0"),
     ({"task": "sentence", "data": None}, "no answers"),
     ({"task": "sentence", "data": None, "weights": {"attention_kl": 1.0}}, "`weights.attention_kl` to 0"),
@@ -112,22 +114,6 @@ def test_sources_that_mean_nothing_are_refused(change: dict[str, Any], says: str
         Source.model_validate({**OWN, **change})
 
 
-def test_attention_may_be_supervised_where_answers_are_found() -> None:
-    data = {"path": "x.jsonl", "columns": {"answer_span": "auto"}}
-    source = Source.model_validate({**OWN, "data": data, "weights": {"attention": 1.0}})
-    assert source.data is not None and source.data.columns.finds_spans
-    assert source.data.columns.span_column == "answer_span"
-    with pytest.raises(ValueError, match="plain text has no answers"):
-        Source.model_validate({**OWN, "data": {"path": "x", "columns": {"answer_span": "auto", "text": "t"}}})
-
-
-def test_without_sources_attention_is_supervised_and_the_base_is_kept() -> None:
-    section = Train.model_validate({"steps": 7})
-    assert section.num_steps == 7 and Train.model_validate(section.model_dump(mode="json")) == section
-    assert Recipe.model_validate({"name": "a", "base": {"model": "b"}}).train == Train()
-    assert {"answer", "attention", "base_kl"} <= set(section.objectives)
-
-
 @each("given", [{"sources": []}, {"stages": [{"name": "a"}]}, {"stages": []}])
 def test_sources_that_are_set_but_empty_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="no `sources`"):
@@ -137,6 +123,7 @@ def test_sources_that_are_set_but_empty_are_refused(given: dict[str, Any]) -> No
 def test_the_documented_default_is_the_default() -> None:
     block = re.search(r"## Defaults\n.*?```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
     assert block is not None and Train.model_validate(yaml.safe_load(block[1])) == Train()
+    assert Recipe.model_validate({"name": "a", "base": {"model": "b"}}).train == Train()
 
 
 def test_a_task_whose_answers_stand_in_the_prompt_needs_no_more() -> None:

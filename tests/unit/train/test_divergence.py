@@ -12,7 +12,7 @@ from torch import Tensor
 from surgery.errors import RecipeError
 from surgery.models.meters import Meter
 from surgery.train import divergence as module
-from surgery.train.divergence import Kind, TopK, divergence, grouped
+from surgery.train.divergence import Kind, TopK, divergence
 from tests.support.oracles import naive_divergence
 
 N, V = 7, 61
@@ -119,7 +119,5 @@ def test_the_likeliest_tokens_and_their_log_probabilities() -> None:
     top, probabilities = TopK.of(x, 4, torch.tensor([5, 2])), x[[5, 2]].softmax(-1)
     torch.testing.assert_close(top.values.exp(), probabilities.sort(-1, descending=True).values[:, :4])
     torch.testing.assert_close(top.values.exp(), probabilities.gather(-1, top.indices))
-    indices = torch.tensor([[3, 8]] * N)
-    torch.testing.assert_close(grouped(x, indices).log_softmax(-1), naive_events(x, indices))
     with pytest.raises(RecipeError, match="top_k"):
         TopK.of(x, V)

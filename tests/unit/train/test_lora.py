@@ -9,26 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgery.errors import RecipeError
-from surgery.models.lookup import geometry_of, mixer_of, structure_of
-from surgery.recipe import Lora, Splice
-from surgery.splice.graft import splice_model
-from surgery.splice.plan import make_plan
+from surgery.models.lookup import mixer_of, structure_of
+from surgery.recipe import Lora
 from surgery.train.lora import Adapters, adapter_parameters, refused_by_peft
-from surgery.types import Graft, HeadId, HeadSet, ScoredHead
+from tests.support.battery import base, plan_of, spliced
 from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, prompts
+from tests.unit.train.common import logits
 
 BOTH = Lora(rank=2)
-
-
-def logits(model: nn.Module) -> Tensor:
-    batch = prompts((6, 6))
-    with torch.no_grad():
-        out: Tensor = model(batch.input_ids % 64, use_cache=False).logits
-    return out
 
 
 def stir(model: PreTrainedModel) -> None:
@@ -88,27 +79,16 @@ def test_a_fused_kernel_does_not_pass_adapters_by() -> None:
         adapters.check_gradients()
 
 
-def replaced(kind: str) -> tuple[PreTrainedModel, Graft]:
-    base = pico_family(kind)
-    heads = HeadSet(
-        "", "", geometry_of(base.config), (), (ScoredHead(HeadId(1, 1), "neither", "segment_end", {}),), "list", 0
-    )
-    section = Splice(select="list", heads=("L1H1",), mode="replace")
-    plan = make_plan(heads, base.config, section, 0)
-    return splice_model(base, plan, section), plan.grafts[0]
-
-
 @pytest.mark.parametrize("kind", ["mamba2", "mamba"])
 def test_silenced_heads_stay_silent(kind: str) -> None:
-    model, graft = replaced(kind)
-    model.double()
-    columns = [structure_of(graft.site).weight_slices(graft.site, head).out for head in graft.heads]
-    adapters = Adapters(model, BOTH, (graft,))
+    model, grafts = spliced(base(kind), "replace").double(), plan_of(base(kind), "replace").grafts
+    adapters = Adapters(model, BOTH, grafts)
     stir(model)
     moved = logits(model)
     adapters.merge({})
-    weight = mixer_of(model, graft.site).out_proj.weight
-    assert all(bool((weight[:, c] == 0).all()) for c in columns)
+    for graft in grafts:
+        weight, slices_of = mixer_of(model, graft.site).out_proj.weight, structure_of(graft.site).weight_slices
+        assert all(bool((weight[:, slices_of(graft.site, head).out] == 0).all()) for head in graft.heads)
     torch.testing.assert_close(logits(model), moved, atol=1e-5, rtol=1e-4)
 
 

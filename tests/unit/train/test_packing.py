@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from surgery.data.encoding import EncodedBatch
-from surgery.models.lookup import family_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Train
@@ -27,16 +26,14 @@ from surgery.train.packing import packing_fault, separate_documents
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher
 from surgery.train.trainer import StageTrainer
-from surgery.types import Graft
 from tests.support.battery import base as base_of
 from tests.support.battery import trained
 from tests.support.kernels import with_kernels
-from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, tokens
+from tests.support.pico import pico_base, pico_family, pico_tokenizer, tokens
 from tests.support.rounding import assert_close_in_ulps
 from tests.support.stage_run import record_gradients
+from tests.unit.train.common import SHAPE, hybrid, plan, without_time
 
-SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
-SITE = 1
 SCANS = ("mamba2", "mamba2attn", "bamba", "granite", "zamba2", "nemotron_h", "falcon_h1")
 WITHOUT = ("mamba", "falcon_mamba", "llamba")
 TRANSFORMERS = ("llama", "qwen2", "gpt_neox")
@@ -67,14 +64,9 @@ def section(folder: Path, *weights: dict[str, float], steps: int = 1, **more: An
     return Train.model_validate({**made, **more})
 
 
-def graft() -> Graft:
-    site = family_of(pico_base(**SHAPE).config).mixers(pico_base(**SHAPE).config)[SITE]
-    return Graft(site, (2,), "add", "ssm", ("segment_end",))
-
-
 def trainer(train: Train, control: bool = False, **more: Any) -> StageTrainer:
-    model = pico_base(**SHAPE) if control else pico_hybrid([pico_site(SITE)], **SHAPE)
-    grafts = () if control else (graft(),)
+    model = pico_base(**SHAPE) if control else hybrid()
+    grafts = () if control else plan().grafts
     teacher = None
     if train.needs_teacher:
         llama = pico_family("llama", vocab_size=1024, num_hidden_layers=2)
@@ -103,7 +95,7 @@ def first_step(train: Train, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tu
         patch.setattr(Targets, "weighted_losses", watched)
         gradients = record_gradients(made)
         (entry,) = made.run()
-    return {k: v for k, v in entry.items() if k != "seconds"}, gradients, seen
+    return without_time([entry])[0], gradients, seen
 
 
 def check_same(train: Callable[[bool], Train], monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
@@ -121,7 +113,7 @@ def check_same(train: Callable[[bool], Train], monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_step_of_every_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_kernels(monkeypatch)
-    for weights in (
+    for given in (
         {"answer": 1.0, "attention": 0.5},
         {"answer": 1.0},
         {"lm": 1.0},
@@ -130,7 +122,7 @@ def test_a_step_of_every_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         {"attention": 0.5, "attention_kl": 1.0, "attention_mse": 1.0},
         {"hidden_mse": 1.0},
     ):
-        check_same(lambda packing, w=weights: section(tmp_path, w, packing=packing), monkeypatch)  # type: ignore[misc]
+        check_same(lambda packing, w=given: section(tmp_path, w, packing=packing), monkeypatch)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("fuses", [True, False], ids=["fused", "unfused"])
@@ -149,7 +141,7 @@ def test_a_step_of_every_way_to_train(fuses: bool, tmp_path: Path, monkeypatch: 
 
 def test_a_step_with_matrices_that_are_shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_kernels(monkeypatch)
-    align = {"offsets": {f"{graft().site.name}2": -2}}
+    align = {"offsets": {"L1H2": -2}}
     check_same(lambda packing: section(tmp_path, {"attention_mse": 1.0}, align=align, packing=packing), monkeypatch)
 
 
@@ -178,30 +170,20 @@ class TestWhereItIsRefused:
     def test_the_padded_step_is_taken_and_said(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Bit for bit, over several steps."""
-
         def refuses(_: Any) -> bool:
             raise ValueError("seq_idx: this scan takes none")
 
         monkeypatch.setattr(packed, "_leaks", refuses)
-        found = {}
-        for packing in (False, True):
-            made = trainer(section(tmp_path, steps=2, packing=packing))
-            history = made.run()
-            steps = [{k: v for k, v in entry.items() if k != "seconds"} for entry in history]
-            found[packing] = (steps, {name: p.detach().clone() for name, p in made.model.named_parameters()})
-            said = [record.message for record in caplog.records if "train.packing" in record.message]
-            assert len(said) == packing
-        assert "finetune has its own padded row" in said[0] and "this scan takes none" in said[0]
-        assert found[True][0] == found[False][0]
-        assert all(torch.equal(p, found[False][1][name]) for name, p in found[True][1].items())
+        assert not packs(section(tmp_path, packing=True))
+        (said,) = (record.message for record in caplog.records if "train.packing" in record.message)
+        assert "finetune has its own padded row" in said and "this scan takes none" in said
 
     def test_the_frozen_base_and_the_teacher_are_asked_too(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(packed, "_leaks", lambda model: model.config.model_type in ("mamba2", "llama"))
-        for weights, says in ((), "the frozen base"), (({"distil": 1.0},), "the teacher"):
-            assert not packs(section(tmp_path, *weights, packing=True))
+        for given, says in ((), "the frozen base"), (({"distil": 1.0},), "the teacher"):
+            assert not packs(section(tmp_path, *given, packing=True))
             assert f"{says}: a document changes" in caplog.text
             caplog.clear()
         assert packs(section(tmp_path, {"lm": 1.0}, packing=True)) and not caplog.text, "the base is not used"

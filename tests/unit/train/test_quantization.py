@@ -5,6 +5,7 @@ Tests run with bitsandbytes if it is installed, otherwise with a stand-in (tests
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,16 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from surgery.errors import ModelError, RecipeError
 from surgery.models.config_checks import check_unquantized
-from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Train
 from surgery.run.memory_estimate import weight_bytes
 from surgery.splice.plan import check_splices
 from surgery.train import lora
 from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized
-from surgery.train.training import train_model
-from surgery.types import Graft, Plan
 from tests.support import four_bits
 from tests.support.pico import (
     SPLICED_FAMILIES,
@@ -33,14 +31,13 @@ from tests.support.pico import (
     pico_family,
     pico_hybrid,
     pico_site,
-    pico_tokenizer,
-    prompts,
 )
+from tests.unit.train import common
+from tests.unit.train.common import FAST, KV, logits, moved, weights
 
-SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2, "hidden_size": 64, "expand": 1}
-KV = {"task": "kv_retrieval", "rows": 2, "pairs": (2, 2), "weights": {"answer": 1.0}}
+WIDE: dict[str, Any] = {"hidden_size": 64, "expand": 1}
+SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2, **WIDE}
 TEXT = {"task": "sentence", "rows": 2, "weights": {"base_kl": 1.0}}
-FAST = {"warmup": 0, "lr": 1e-2, "new_heads_lr": 1e-2}
 NF4 = {"trainable": "lora", "lora": {"rank": 2, "quantization": "nf4"}}
 real = pytest.mark.skipif(not four_bits.HAS_BITSANDBYTES, reason="bitsandbytes is not installed")
 
@@ -61,14 +58,8 @@ def settings(**given: Any) -> BitsAndBytesConfig:
     return config
 
 
-def hybrid(mode: Any = "add") -> PreTrainedModel:
-    return pico_hybrid([pico_site(1, mode=mode)], **SHAPE)
-
-
-def plan() -> Plan:
-    config = pico_base(**SHAPE).config
-    graft = Graft(family_of(config).mixers(config)[1], (2,), "add", "ssm", ("segment_end",))
-    return Plan("base", geometry_of(config), (graft,), 0)
+def hybrid() -> PreTrainedModel:
+    return pico_hybrid([pico_site(1)], **SHAPE)
 
 
 def two_stages(first: str = "all", **more: Any) -> Train:
@@ -78,17 +69,7 @@ def two_stages(first: str = "all", **more: Any) -> Train:
 
 
 def fit(model: PreTrainedModel, made: Train, **more: Any) -> list[dict[str, float]]:
-    return train_model(model, pico_tokenizer(), made, plan(), **more)
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(prompts((6, 6)).input_ids % 64, use_cache=False).logits
-    return out
+    return common.fit(model, made, common.plan(**WIDE), **more)
 
 
 CPU = torch.device("cpu")
@@ -124,8 +105,7 @@ class TestLayers:
                 error = (rounded.get_submodule(name).weight - unquantized[name].weight).norm()
                 assert 0 < error < 0.15 * unquantized[name].weight.norm()
             torch.testing.assert_close(logits(model), logits(rounded), atol=1e-4, rtol=1e-4)
-        assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-        assert before.keys() == weights(model).keys()
+        assert moved(before, model) == set() and before.keys() == weights(model).keys()
 
     def test_a_frozen_base_shares_equal_layers_and_is_restored_after_an_error(self) -> None:
         model, base = hybrid(), pico_base(**SHAPE)
@@ -136,7 +116,7 @@ class TestLayers:
             shared = {name for name in unquantized if model.get_submodule(name) is base.get_submodule(name)}
             assert shared == set(unquantized) - {other}
             raise KeyError
-        assert all(torch.equal(before[name], p) for name, p in base.named_parameters())
+        assert moved(before, base) == set()
 
 
 class TestTraining:
@@ -162,7 +142,7 @@ class TestTraining:
                 torch.testing.assert_close(p, before[name] + deltas[name])
             else:
                 assert torch.equal(p, before[name]) != (".attention." in name)
-        assert all(torch.equal(base_before[name], p) for name, p in base.named_parameters())
+        assert moved(base_before, base) == set()
         assert not hasattr(model, "is_loaded_in_4bit") and all(
             type(m) is not four_bits.Linear4bit for m in model.modules()
         )
@@ -184,22 +164,14 @@ class TestTraining:
         whole, resumed, stopped = (pico_hybrid([pico_site(1)], **shape) for _ in range(3))
         bases = [pico_base(**shape) for _ in range(3)]
         fit(whole, made, base=bases[0])
-
-        def stop(step: int, _: Any) -> None:
-            if step == made.num_all_steps - 1:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            fit(stopped, made, base=bases[1], folder=tmp_path, on_step=stop)
+        common.fit_until(made.num_all_steps - 1, stopped, made, common.plan(**WIDE), base=bases[1], folder=tmp_path)
         assert list(tmp_path.rglob("step_*/model.safetensors"))
         assert bool(list(tmp_path.rglob("unquantized"))) == (first == "all")
         history = fit(resumed, made, base=bases[2], folder=tmp_path)
         assert [entry["step"] for entry in history] == list(range(1, made.num_all_steps + 1))
-        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+        assert moved(weights(whole), resumed) == set()
         for base in bases:  # also after a stage that shared its weights
-            assert all(
-                torch.equal(a, b) for a, b in zip(pico_base(**shape).parameters(), base.parameters(), strict=True)
-            )
+            assert moved(weights(pico_base(**shape)), base) == set()
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +180,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError, match="'nf4'"):
         section(lora={"quantization": "int8"})
     monkeypatch.undo()
-    monkeypatch.setattr("surgery.train.quantization.version", _missing)
+    monkeypatch.setattr("surgery.train.quantization.version", lambda _: version("no-such-package"))
     with pytest.raises(RecipeError, match=r"train.lora.quantization: nf4.*pip install bitsandbytes"):
         settings()
     config = pico_base().config
@@ -217,12 +189,6 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         config.quantization_config = packed
         with pytest.raises(ModelError, match=r"quantization_config: (gptq|bitsandbytes).*quantization: nf4"):
             check_splices(config)
-
-
-def _missing(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError
-
-    raise PackageNotFoundError(name)
 
 
 def test_the_estimate_counts_quantized_layers_as_such() -> None:

@@ -8,19 +8,11 @@ from typing import Any
 
 import torch
 from accelerate.utils.dataclasses import get_module_class_from_name
-from transformers import PreTrainedModel
 
 from surgery.models.lookup import family_of
-from surgery.train.sharded import block_classes, gather, twin
+from surgery.train.sharded import block_classes, twin
 from tests.support.battery import logits, trained
-from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, pico_hybrid, pico_site, tokens
-
-
-def made(model: PreTrainedModel) -> tuple[PreTrainedModel, Any]:
-    """The model's twin, and the plugin that hears of its blocks."""
-    plugin = SimpleNamespace()
-    accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    return twin(model, accelerator), plugin
+from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, tokens
 
 
 def test_blocks_hold_every_mixer_and_share_no_weight() -> None:
@@ -41,17 +33,6 @@ def test_a_twin_computes_the_same() -> None:
     """Hooks are among what it copies: Mamba-1's branch reads what one keeps, and it has to be the twin's own."""
     for name in SPLICED_FAMILIES:
         model = trained(name)
-        other, _ = made(model)
+        accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace()))
+        other = twin(model, accelerator)
         assert torch.equal(logits(other, tokens()), logits(model, tokens())), name
-
-
-def test_gathering_brings_the_weights_back() -> None:
-    model = pico_hybrid([pico_site(1)])
-    other, _ = made(model)
-    before = model.lm_head.weight.detach().clone()
-    for parameter in other.parameters():
-        parameter.data = parameter.data + 1  # as sharding does: another tensor
-    assert torch.equal(model.lm_head.weight, before)
-    gather(other, model)
-    assert torch.equal(model.lm_head.weight, before + 1)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

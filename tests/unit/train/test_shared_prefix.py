@@ -9,23 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Train
 from surgery.train.shared_prefix import SharedPrefix, share_weights
-from surgery.train.training import train_model
-from surgery.types import Graft, Plan
 from tests.support import training_worker as worker
-from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.pico import pico_base, pico_family
+from tests.unit.train.common import SHAPE, fit, hybrid, moved, weights
 
-SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 
-
-def after_two_steps(folder: Path, **more: Any) -> tuple[dict[str, Tensor], Any]:
+def after_two_steps(folder: Path, **more: Any) -> dict[str, Tensor]:
     folder.mkdir(exist_ok=True)
     made = worker.stage_run(folder, worker.section(folder, 2, **more))
     made.folder = None
     made.run()
-    return {name: p.detach().clone() for name, p in made.model.named_parameters()}, made
+    return weights(made.model)
 
 
 def test_a_shared_prefix_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,10 +30,10 @@ def test_a_shared_prefix_changes_no_weight(tmp_path: Path, monkeypatch: pytest.M
         given = {"trainable": "new_heads", "gradient_checkpointing": checkpointing}
         with monkeypatch.context() as patch:
             patch.setattr(SharedPrefix, "of", lambda *models: prefixes.append(real(*models)) or prefixes[-1])
-            shared, _ = after_two_steps(tmp_path, **given)
+            shared = after_two_steps(tmp_path, **given)
             assert prefixes[-1] is not None and prefixes[-1].layer == 1, "the head is in the second of two layers"
             patch.setattr(SharedPrefix, "of", lambda *_: None)
-            alone, _ = after_two_steps(tmp_path, **given)
+            alone = after_two_steps(tmp_path, **given)
         for name, weight in alone.items():
             torch.testing.assert_close(shared[name], weight, atol=1e-6, rtol=1e-5)
 
@@ -50,12 +46,6 @@ def test_the_layers_below_run_once(tmp_path: Path) -> None:
         model.backbone.layers[0].mixer.in_proj.register_forward_hook(lambda *_, n=name: calls.append(n))
     made.run()
     assert calls == ["base"]
-
-
-def plan() -> Plan:
-    config = pico_base(**SHAPE).config
-    graft = Graft(family_of(config).mixers(config)[1], (2,), "add", "ssm", ("segment_end",))
-    return Plan("base", geometry_of(config), (graft,), 0)
 
 
 def test_a_base_that_was_shared_stays_as_it_is() -> None:
@@ -72,17 +62,17 @@ def test_a_base_that_was_shared_stays_as_it_is() -> None:
         [(adapters, True)],
         [({**new_heads, "sources": text}, True), ({"steps": 1, "sources": alone}, False)],
     ):
-        model, base = pico_hybrid([pico_site(1)], **SHAPE), pico_base(**SHAPE)
-        before = {name: p.detach().clone() for name, p in base.named_parameters()}
+        model, base = hybrid(), pico_base(**SHAPE)
+        before = weights(base)
         for given, with_base in sections:
-            train_model(model, pico_tokenizer(), Train.model_validate(given), plan(), base if with_base else None)
-            assert all(torch.equal(p, before[name]) for name, p in base.named_parameters())
+            fit(model, Train.model_validate(given), base=base if with_base else None)
+            assert moved(before, base) == set()
         name = "backbone.layers.0.mixer.in_proj.weight"
         assert not torch.equal(model.get_parameter(name), before[name])
 
 
 def test_equal_frozen_weights_are_one() -> None:
-    model, base = pico_hybrid([pico_site(1)], **SHAPE).requires_grad_(False), pico_base(**SHAPE)
+    model, base = hybrid().requires_grad_(False), pico_base(**SHAPE)
     model.backbone.layers[1].mixer.attention.requires_grad_(True)
     with torch.no_grad():
         other = pico_base(**SHAPE)

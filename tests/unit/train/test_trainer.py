@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import RunError, TrainingDiverged
-from surgery.models.lookup import family_of
 from surgery.recipe import Train
 from surgery.train import losses as formulas
 from surgery.train import trainer as module
@@ -22,12 +19,11 @@ from surgery.train.checkpoints import checkpoints
 from surgery.train.optimizer import spliced_parameters
 from surgery.train.targets import Targets
 from surgery.train.trainer import StageTrainer
-from surgery.types import Graft
-from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
+from tests.support.pico import pico_base, pico_tokenizer
+from tests.unit.train.common import SHAPE, hybrid, moved, plan, weights, without_time
 
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
 PLAIN = {"task": "sentence", "rows": 1, "weights": {"base_kl": 1.0, "lm": 0.5}}
-SHAPE: dict[str, Any] = {"vocab_size": 1024, "layers": 2}
 
 
 def section(steps: int = 5, **more: Any) -> Train:
@@ -36,31 +32,12 @@ def section(steps: int = 5, **more: Any) -> Train:
     return Train.model_validate({**defaults, **more})
 
 
-def hybrid() -> PreTrainedModel:
-    return pico_hybrid([pico_site(1)], **SHAPE)
-
-
 def trainer(
     folder: Path | None, train: Train, model: PreTrainedModel | None = None, on_step: Any = None, **more: Any
 ) -> StageTrainer:
-    model, base = hybrid() if model is None else model, pico_base(**SHAPE)
-    graft = Graft(family_of(base.config).mixers(base.config)[1], (2,), "add", "ssm", ("segment_end",))
-    targets = Targets(**{"base": base, "grafts": (graft,), **more})
-    accelerator = Accelerator(cpu=True)
-    return StageTrainer(model, pico_tokenizer(), train, 0, accelerator, targets, folder=folder, on_step=on_step)
-
-
-def weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def changed(before: dict[str, Tensor], model: PreTrainedModel) -> set[str]:
-    return {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
-
-
-def losses(history: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The history without the time that each step took."""
-    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in history]
+    targets = Targets(**{"base": pico_base(**SHAPE), "grafts": plan().grafts, **more})
+    given = model or hybrid(), pico_tokenizer(), train, 0, Accelerator(cpu=True), targets
+    return StageTrainer(*given, folder=folder, on_step=on_step)
 
 
 def test_what_trains_is_what_moves() -> None:
@@ -78,8 +55,8 @@ def test_what_trains_is_what_moves() -> None:
             made = trainer(None, section(1, trainable=trainable), model, **({"grafts": ()} if is_control else {}))
             made.layers = (1,)
             made.run()
-            assert changed(before, model) == {name for name in before if moves(name)}, trainable
-            assert changed(base_before, made.targets.base) == set()  # type: ignore[arg-type]
+            assert moved(before, model) == {name for name in before if moves(name)}, trainable
+            assert moved(base_before, made.targets.base) == set()  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"train\.trainable: new_heads.*Set all"):
         trainer(None, section(2, trainable="new_heads"), pico_base(**SHAPE), grafts=()).run()
 
@@ -103,46 +80,8 @@ def test_history_tells_every_step_and_every_weighted_objective() -> None:
 
 def test_a_control_without_grafts_is_not_supervised() -> None:
     history = trainer(None, section(1), pico_base(**SHAPE), grafts=()).run()
-    assert set(losses(history)[0]) == {"step", "loss", "answer", "base_kl", "lm", "tokens"}
+    assert set(without_time(history)[0]) == {"step", "loss", "answer", "base_kl", "lm", "tokens"}
     assert history[0]["base_kl"] == pytest.approx(0, abs=1e-5)
-
-
-class Interrupted(Exception):
-    """Stands for a killed process."""
-
-
-def interrupt_at(last: int) -> Callable[[int, Any], None]:
-    def on_step(step: int, _: Any) -> None:
-        if step == last:
-            raise Interrupted
-
-    return on_step
-
-
-@pytest.fixture(scope="module")
-def uninterrupted() -> StageTrainer:
-    """A run of five steps, as it should be."""
-    done = trainer(None, section())
-    done.run()
-    return done
-
-
-def assert_same_end(folder: Path, uninterrupted: StageTrainer, first: int) -> None:
-    """A run that resumes from the folder begins at step `first`, and ends like one that was not interrupted."""
-    seen: list[int] = []
-    again = trainer(folder, section(), on_step=lambda step, _: seen.append(step))
-    history = again.run()
-    assert seen[0] == first
-    assert changed(weights(uninterrupted.model), again.model) == set()
-    assert losses(history) == losses(uninterrupted.history)
-
-
-@pytest.mark.parametrize("last", [1, 3, 5])
-def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path: Path, uninterrupted: StageTrainer, last: int) -> None:
-    with pytest.raises(Interrupted):
-        trainer(tmp_path, section(), on_step=interrupt_at(last)).run()
-    # A step is kept once the next one has shown its loss to be finite: 2 during step 3.
-    assert_same_end(tmp_path, uninterrupted, (last - 1) // 2 * 2 + 1)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
@@ -157,9 +96,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     monkeypatch.setattr(formulas, "answer_loss", answer_loss)
 
 
-def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: StageTrainer
+def test_a_loss_that_is_no_number_stops_and_the_last_good_step_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    whole = trainer(None, section())
+    expected = without_time(whole.run())
     spoil(monkeypatch, at=4)
     made = trainer(tmp_path, section())
     with pytest.raises(TrainingDiverged, match=r"train step 4: loss nan\. .*step_000002"):
@@ -167,7 +108,10 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_step(
     assert [p.name for p in checkpoints(tmp_path)] == ["step_000002"]
     assert all(p.isfinite().all() for p in made.model.parameters())
     monkeypatch.undo()
-    assert_same_end(tmp_path, uninterrupted, 3)
+    seen: list[int] = []
+    again = trainer(tmp_path, section(), on_step=lambda step, _: seen.append(step))
+    assert without_time(again.run()) == expected and seen == [3, 4, 5]
+    assert moved(weights(whole.model), again.model) == set()
 
 
 def test_a_loss_or_gradient_that_is_no_number_at_once_changes_and_saves_nothing(
@@ -182,7 +126,7 @@ def test_a_loss_or_gradient_that_is_no_number_at_once_changes_and_saves_nothing(
             next(iter(spliced_parameters(model))).register_hook(lambda grad: grad * math.nan)
         with pytest.raises(TrainingDiverged, match=r"step 1.*No checkpoint was saved"):
             trainer(tmp_path, section(2), model).run()
-        assert list(tmp_path.iterdir()) == [] and changed(before, model) == set(), kind
+        assert list(tmp_path.iterdir()) == [] and moved(before, model) == set(), kind
 
 
 class Fsdp1(Accelerator):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -27,19 +27,15 @@ from surgery.recipe import Efficiency
 
 TRANSFORMER = "transformer"
 _HEAD_DIM = 64
-Progress = Callable[[int, int], None]
 
 
-def efficiency(
-    models: Mapping[str, PreTrainedModel], section: Efficiency, progress: Progress | None = None
-) -> dict[str, Any]:
+def efficiency(models: Mapping[str, PreTrainedModel], section: Efficiency) -> dict[str, Any]:
     """Measure every model at every size.
 
     Args:
         models: arm -> model, all on one device. With `section.transformer`, a Transformer of the same size as the first
             model is added.
         section: the recipe's section `evaluate.efficiency`.
-        progress: called with (done, total) after each size.
 
     Returns:
         Keys as in `results.json`: `arms` (arm -> costs by size), `parameters` (arm -> count), `device`, `dtype`,
@@ -54,12 +50,10 @@ def efficiency(
         models = {**models, TRANSFORMER: like.to(first.device)}
     sizes = [(rows, tokens) for rows in section.batch_sizes for tokens in section.lengths]
     arms: dict[str, list[dict[str, float]]] = {name: [] for name in models}
-    for done, (rows, tokens) in enumerate(sizes):
+    for rows, tokens in sizes:
         with fitting("evaluate.efficiency", f"{rows} prompts of {tokens} tokens", "Remove this size."):
             for name, cost in costs(models, rows, tokens, section).items():
                 arms[name].append(cost)
-        if progress is not None:
-            progress(done + 1, len(sizes))
     cuda, dtype = first.device.type == "cuda", str(first.dtype).removeprefix("torch.")
     device = torch.cuda.get_device_name(first.device) if cuda else "cpu"
     threads = None if cuda else torch.get_num_threads()

@@ -57,10 +57,7 @@ def tasks_folder() -> Path:
 
 
 def write_tasks(
-    folder: Path,
-    groups: Mapping[str, Mapping[str, Maker]] | None = None,
-    examples: int = 100,
-    seed: int = 0,
+    folder: Path, groups: Mapping[str, Mapping[str, Maker]] | None = None, examples: int = 100, seed: int = 0
 ) -> None:
     """Write tasks for lm-eval: `surgery_NAME` (ranked, if it has choices), `surgery_NAME_generated`, `surgery_GROUP`.
 

@@ -19,15 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from surgery.errors import ModelError, reading
 from surgery.export.files import AGAIN, REFERENCE, read_object
-from surgery.export.reload import (
-    SAMPLE,
-    compare,
-    make_reference,
-    prompt_ids,
-    read_reference,
-    reload,
-    write_reference,
-)
+from surgery.export.reload import SAMPLE, compare, make_reference, prompt_ids, read_reference, reload, write_reference
 from surgery.export.shipped_code import check_code, private_copy
 from surgery.hybrid.configuration_hybrid import BRANCHES
 from surgery.hybrid.modeling_hybrid import SplicedAttention

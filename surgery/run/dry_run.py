@@ -286,13 +286,7 @@ def _estimate_time(
     return {"seconds": seconds, "step": max(by_stage), "measured_on": measured_on, "load": load}
 
 
-def _timed(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
-    plan: Plan,
-    hybrid: Build,
-    base: Build,
-) -> list[float]:
+def _timed(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, plan: Plan, hybrid: Build, base: Build) -> list[float]:
     """Train a few steps of every stage with random weights. Return the seconds of a step, by stage."""
     short = {"steps": STEPS, "tokens": None, "plateau": None}
     stages = tuple(stage.model_copy(update=short) for stage in recipe.train.sequence)

@@ -22,18 +22,7 @@ from surgery.probes.registry import PROBES, Options
 from surgery.recipe import Base
 from surgery.run.machine import GIB, Machine, find_machine
 from surgery.run.own_data import source_of_file
-from surgery.run.probing import (
-    ADJACENT,
-    START,
-    Format,
-    Prober,
-    Say,
-    Screening,
-    Share,
-    find_pairs,
-    known_tasks,
-    screen,
-)
+from surgery.run.probing import ADJACENT, START, Format, Prober, Say, Screening, Share, find_pairs, known_tasks, screen
 from surgery.splice.plan import check_not_spliced, check_splices
 from surgery.train.training import make_accelerator
 

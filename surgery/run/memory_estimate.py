@@ -54,11 +54,7 @@ class SourceSample:
 
 
 def sample_sources(
-    stage: TrainStage,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    processes: int = 1,
-    micro_batch: int | None = None,
+    stage: TrainStage, seed: int, tokenizer: PreTrainedTokenizerBase, processes: int = 1, micro_batch: int | None = None
 ) -> tuple[SourceSample, ...]:
     """Draw documents from every source, with the generators and files that training uses.
 

@@ -32,11 +32,7 @@ from surgery.train.training import make_accelerator
 
 
 def run_sweep(
-    grid: Grid,
-    folder: Path,
-    overwrite: bool = False,
-    reporter: Reporter | None = None,
-    file: Path | None = None,
+    grid: Grid, folder: Path, overwrite: bool = False, reporter: Reporter | None = None, file: Path | None = None
 ) -> dict[str, Any]:
     """Run every recipe of a grid, and write `sweep.json`, `sweep.html` and a figure. Finished stages are skipped.
 

@@ -68,14 +68,21 @@ def surgery(*words: str, cwd: Path, path: Path | None = None) -> subprocess.Comp
     return processes.run(("surgery", *words), cwd, None if path is None else with_path(path))
 
 
+def ran(*words: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`surgery WORDS`, which has to succeed."""
+    done = surgery(*words, cwd=cwd, path=path)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def with_path(*folders: Path, **more: str) -> Mapping[str, str]:
     """This environment, with folders and the checkout on PYTHONPATH."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT))), **more}
 
 
-def refused(*words: str, cwd: Path) -> str:
+def refused(*words: str, cwd: Path, path: Path | None = None) -> str:
     """The error line of a command that is refused: exit code 2, one line that begins with `error: `, no traceback."""
-    done = surgery(*words, cwd=cwd)
+    done = surgery(*words, cwd=cwd, path=path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, (words, done.returncode, done.stderr)
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     return line
@@ -92,7 +99,7 @@ def assert_all_refused(cases: Mapping[tuple[str, ...], tuple[str, ...]], cwd: Pa
 
 def run_small(cwd: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """The small quickstart, in `cwd`/runs."""
-    return surgery("run", str(RECIPE), *SMALL, *overrides, *options, cwd=cwd)
+    return ran("run", str(RECIPE), *SMALL, *overrides, *options, cwd=cwd)
 
 
 _SAVEFIG = Figure.savefig
@@ -133,7 +140,6 @@ def finished(shared: Path, quick_commands: pytest.MonkeyPatch) -> Path:
             with quick_commands.context() as patch:
                 patch.setattr(Figure, "savefig", _SAVEFIG)
                 done = run_small(cwd)
-            assert done.returncode == 0, done.stderr
             (cwd / "printed").write_text(done.stdout)
     return cwd / "runs" / "quickstart"
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import constants
 
 from surgery.errors import ModelError
 from surgery.models.loading import load_model, revision_of
 from surgery.recipe import Base
-from tests.integration.conftest import BASE, EXPORT, PICO_MAMBA2, RECIPE, ROOT, SMALL, refused, surgery, with_path
+from tests.integration.conftest import BASE, EXPORT, PICO_MAMBA2, RECIPE, ROOT, SMALL, ran, refused, surgery, with_path
 from tests.support import processes
 from tests.support.mamba2attn import attn_model
 from tests.support.mamba_ssm_files import PADDED, tiny, write
@@ -23,26 +22,20 @@ from tests.support.mamba_ssm_files import PADDED, tiny, write
 PROMPT = "Question: What is the job of"
 
 
-def test_inspect_generate_validate_schema_and_help(tmp_path: Path) -> None:
+def test_inspect_generate_and_schema(tmp_path: Path) -> None:
     base, hybrid = (surgery("inspect", str(folder), cwd=tmp_path).stdout for folder in (BASE, EXPORT))
     assert "backbone.layers.3.mixer" in base and "spliced heads" in hybrid
     command = ("generate", str(EXPORT), PROMPT, "--max-new-tokens", "3")
     quiet, verbose = (surgery(option, *command, cwd=tmp_path).stdout for option in ("-q", "-v"))
     assert quiet == verbose and quiet.startswith(PROMPT) and len(quiet) > len(PROMPT) + 1
-    valid = surgery("validate", str(RECIPE), "train.steps=17", cwd=tmp_path)
-    assert yaml.safe_load(valid.stdout)["train"]["steps"] == 17
     schema = json.loads(surgery("schema", cwd=tmp_path).stdout)
     assert {"name", "base", "locate", "splice", "train", "evaluate", "export"} <= set(schema["properties"])
-    text = surgery("--help", cwd=tmp_path).stdout
-    stages = ("run", "locate", "plan", "splice", "train", "evaluate", "export", "inspect", "generate", "schema")
-    assert [command for command in stages if command not in text] == []
 
 
 def test_pretrain_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "pretrain-pico.yaml"
     small = ["train.steps=2", "evaluate.examples=4", "evaluate.sentences=4", "evaluate.pairs=[4]"]
-    done = surgery("pretrain", str(recipe), *small, "--to", "made", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ran("pretrain", str(recipe), *small, "--to", "made", cwd=tmp_path)
     assert surgery("inspect", "./made", cwd=tmp_path).returncode == 0
     assert "surgery pretrain" in (tmp_path / "made" / "README.md").read_text()
     assert not (tmp_path / "made.steps").exists()
@@ -51,8 +44,7 @@ def test_pretrain_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
 def test_locate_alone_says_what_it_found(tmp_path: Path) -> None:
     """Any method by itself; nothing beyond what was asked for."""
     given = (str(RECIPE), *SMALL, "locate.methods=[ablation]", "splice.select=ablation")
-    done = surgery("locate", *given, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = ran("locate", *given, cwd=tmp_path)
     folder = tmp_path / "runs" / "quickstart"
     first = json.loads((folder / "heads.json").read_text())["heads"][0]
     assert set(first["scores"]) == {"ablation", "ablation_accuracy"}

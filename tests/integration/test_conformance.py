@@ -21,13 +21,7 @@ from surgery.recipe import Export
 from tests.integration.conftest import ROOT
 from tests.support.battery import trained
 from tests.support.exports import in_this_process
-from tests.support.pico import (
-    SPLICED_FAMILIES,
-    pico_hybrid,
-    pico_site,
-    pico_tokenizer,
-    random_site,
-)
+from tests.support.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_tokenizer, random_site
 from tests.support.processes import module_script, stock
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM
 
 import surgery.hybrid
 from surgery.errors import RunError
@@ -22,17 +22,14 @@ from surgery.export.files import REFERENCE
 from surgery.export.folder import export_model
 from surgery.export.reload import TOLERANCE, make_reference, read_reference, reload
 from surgery.export.verify import verify_folder
-from surgery.models.loading import load_model
-from surgery.recipe import Base, Export
-from tests.integration.conftest import refused
-from tests.integration.conftest import surgery as command
+from surgery.recipe import Export
+from tests.integration.conftest import ran, refused
 from tests.support.battery import logits, stays_fp32, trained
 from tests.support.exports import edit, in_this_process, list_again, refusal, written
-from tests.support.pico import tokens
+from tests.support.pico import pico_tokenizer, tokens
 from tests.support.processes import stock
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
-PROMPT = "Memorize the following dictionary:\nbalo:12\nmiku:7\nThe value of the key 'miku' is"
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +37,7 @@ def folder(finished: Path) -> Path:
     return finished / "export"
 
 
-def test_the_folder_holds_the_librarys_modules_and_nothing_of_this_machine(folder: Path) -> None:
-    shipped = sorted(folder.glob("*.py"))
-    names = ["configuration_hybrid.py", "modeling_hybrid.py", "modeling_mamba2_hybrid.py"]
-    assert [path.name for path in shipped] == names
-    for path in shipped:
-        assert path.read_bytes() == (LIBRARY / path.name).read_bytes(), path.name
+def test_the_folder_holds_nothing_of_this_machine(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.suffix in (".json", ".md", ".yaml", ".py"):
             text = path.read_text()
@@ -64,24 +56,11 @@ def test_the_cards_snippet_runs_as_written(folder: Path, tmp_path: Path) -> None
     assert "trust_remote_code" not in done.stdout + done.stderr
 
 
-def test_auto_classes_load_save_and_generate(folder: Path, tmp_path: Path) -> None:
-    """In batches as alone, since the tokenizer pads left; with this library's classes, which need no remote code."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    assert type(load_model(Base(model=str(folder)))).__module__.startswith("surgery.hybrid.")
-    assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "Mamba2HybridModel"
-    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    alone = [generator(p, max_new_tokens=4, do_sample=False)[0]["generated_text"] for p in (PROMPT, "In the winter")]
-    together = generator([PROMPT, "In the winter"], max_new_tokens=4, do_sample=False, batch_size=2)
-    assert [t[0]["generated_text"] for t in together] == alone and tokenizer.padding_side == "left"
-    model.save_pretrained(tmp_path / "again")
-    second, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval(), tokens(1, 30)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, second(ids).logits)
-    assert second.config.splice == model.config.splice
+def test_a_folder_that_is_no_export_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(RunError, match="not an export"):
-        export_model(model, tokenizer, tmp_path / "mine")
+        export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
 
@@ -101,10 +80,9 @@ def test_a_clean_process_computes_what_was_trained(
 
 
 def test_verify_tells_a_copy_from_another_model(folder: Path, tmp_path: Path) -> None:
-    """A real process tells: every file is listed anew. A tokenizer with code of its own is never loaded."""
+    """A real process tells: every file is listed anew."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    done = command("verify", str(copy), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = ran("verify", str(copy), cwd=tmp_path)
     files = sum(p.is_file() for p in copy.rglob("*")) - 1
     assert f"{files} files match the export record" in done.stdout and "not checked" not in done.stdout
     assert "config.json, plan.json, heads.json, README.md agree" in done.stdout
@@ -117,19 +95,6 @@ def test_verify_tells_a_copy_from_another_model(folder: Path, tmp_path: Path) ->
     edit(copy, "tokenizer.json", lambda data: data["model"].update(type="none of them"))
     list_again(copy)
     assert "the tokenizer does not load" in refusal(copy)
-    edit(copy, "tokenizer_config.json", lambda data: data.update(auto_map={"AutoTokenizer": ["a.B", None]}))
-    list_again(copy)
-    assert "auto_map" in refusal(copy)
-
-
-def test_an_edited_module_runs_with_trust_alone(folder: Path, tmp_path: Path) -> None:
-    copy, mark = Path(shutil.copytree(folder, tmp_path / "copy")), tmp_path / "it ran"
-    with open(copy / "modeling_hybrid.py", "a") as file:
-        file.write(f"\nopen({str(mark)!r}, 'w').close()\n")
-    list_again(copy)
-    assert "modeling_hybrid.py" in refusal(copy) and not mark.exists()
-    assert verify_folder(copy, trust_remote_code=True)["max_logit_difference"] < TOLERANCE
-    assert mark.exists()
 
 
 @pytest.fixture
@@ -138,10 +103,9 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_folder, "reload", in_this_process)
 
 
-@pytest.mark.parametrize("name", ["nemotron_h"])
-def test_bf16_keeps_what_has_to_be_exact(name: str, tmp_path: Path, in_process: None) -> None:
+def test_bf16_keeps_what_has_to_be_exact(tmp_path: Path, in_process: None) -> None:
     """And the reference is computed in fp32 all the same, so that the tolerance is that of fp32."""
-    folder = written(tmp_path / "export", "add", name, Export(dtype="bfloat16"))
+    folder = written(tmp_path / "export", "add", "nemotron_h", Export(dtype="bfloat16"))
     for key, tensor in load_file(folder / "model.safetensors").items():
         assert tensor.dtype == (torch.float32 if stays_fp32(key) else torch.bfloat16), key
     reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -150,14 +114,13 @@ def test_bf16_keeps_what_has_to_be_exact(name: str, tmp_path: Path, in_process: 
     assert verify_folder(folder)["max_logit_difference"] < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["zamba2"])
-def test_shards(name: str, tmp_path: Path, in_process: None) -> None:
+def test_shards(tmp_path: Path, in_process: None) -> None:
     """By size, each tensor in one of them; the same model; a wrong index is found."""
-    folder = written(tmp_path / "export", "add", name, Export(max_shard_size="30KB"))
+    folder = written(tmp_path / "export", "add", "zamba2", Export(max_shard_size="30KB"))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1 and {p.name for p in shards} == set(index["weight_map"].values())
-    model = trained(name, "add")
+    model = trained("zamba2", "add")
     unique = {v.data_ptr(): v.nbytes for v in model.state_dict(keep_vars=True).values()}
     assert index["metadata"]["total_size"] == sum(unique.values())  # what is tied is stored once
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder), tokens()), logits(model, tokens()))

@@ -180,11 +180,10 @@ def init_of(name: str) -> str:
 def decoded(model: Any, ids: Tensor, borders: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
     """(B,T,V) from cached forward passes over the pieces between the borders."""
     kept, found, start = None, [], 0
-    argument = "cache"
     for end in (*borders, ids.shape[1]):
         seen = None if mask is None else mask[:, :end]
         with torch.no_grad(), requires_grad(True, model):
-            given = {"attention_mask": seen, argument: kept, "use_cache": True}
+            given = {"attention_mask": seen, "cache": kept, "use_cache": True}
             output = model(input_ids=ids[:, start:end], **given)
         kept, start = output.cache, end
         found.append(output.logits)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 
 from surgery.data.documents import is_held_out
-from surgery.data.user import IndexedDocuments
 from surgery.models.lookup import family_of, geometry_of
-from surgery.probes.documents import Document
-from surgery.recipe import load_recipe, shipped
-from surgery.run.pipeline import run_pipeline
 from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan, plan_from_json
-from tests.integration.conftest import assert_all_refused, refused, surgery
+from tests.integration.conftest import assert_all_refused, ran, refused
 from tests.support.pico import pico_base, pico_tokenizer
 
 STAGES = ["train", "control", "evaluate", "export"]
@@ -65,8 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def finished(place: Path) -> Path:
     """The run folder of a finished fine-tuning with a control."""
-    done = surgery("finetune", "./hybrid", "rows.jsonl", CONTROL, *SMALL, cwd=place)
-    assert done.returncode == 0, done.stderr
+    done = ran("finetune", "./hybrid", "rows.jsonl", CONTROL, *SMALL, cwd=place)
     assert [row.split()[0] for row in done.stdout.splitlines() if " done in " in row] == STAGES
     assert "rows.jsonl, held-out rows, exact match" in done.stdout
     return place / "runs" / "finetune-rows"
@@ -80,7 +73,7 @@ def test_every_arm_is_asked_the_rows_that_were_held_out(place: Path, finished: P
         entry = arm["held_out"]["rows.jsonl"]
         assert entry["n"] == 12 and 0 <= entry["low"] <= entry["accuracy"] <= entry["high"] <= 1
     assert "held_out/rows.jsonl" in results["comparisons"]["hybrid"]["no_splice"]
-    assert results["step_zero_gap"] is None and results["heads"] == ["L1H2"]
+    assert results["step_zero_gap"] is None and results["heads"] == ["L1H2"] and "answer_spans" not in results
     assert set(results["seconds"]) == {"train", "control", "evaluate"}
     for name, trained in (("base", "no_splice"), ("hybrid", "trained")):
         before = load_file(place / name / "model.safetensors")
@@ -107,32 +100,6 @@ def test_the_export_says_what_it_was_made_of(place: Path, finished: Path) -> Non
     assert report["checked_without_surgery"] and report["max_logit_difference"] == 0
 
 
-def test_rows_that_are_held_out_are_never_trained_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the pipeline, over several passes."""
-    drawn: dict[int, list[Document]] = {}  # by step: the first one is drawn again for a message
-    step: Callable[..., list[Document]] = IndexedDocuments.step
-
-    def spy(self: IndexedDocuments, number: int) -> list[Document]:
-        drawn[number] = step(self, number)
-        return drawn[number]
-
-    monkeypatch.setattr(IndexedDocuments, "step", spy)
-    monkeypatch.chdir(place)
-    given = [
-        "base.model=./hybrid",
-        "train.sources.0.data.path=rows.jsonl",
-        *SMALL,
-        "train.steps=14",
-        "train.read_steps=null",
-    ]
-    recipe = load_recipe(shipped("finetune"), given)
-    run_pipeline(recipe, Path("spied"), last="train")
-    seen = [document for documents in drawn.values() for document in documents]
-    prompts = {d.text[: d.questions[0].answer[0]] for d in seen}
-    everything = {line(i)["prompt"] for i in range(60)}
-    assert len(seen) == 56 and prompts == {p for p in everything if not is_held_out(p, 0.3)}
-
-
 def test_a_second_data_set_does_not_replace_the_first(place: Path, finished: Path) -> None:
     """It has a folder of its own. In the same folder it asks for --overwrite."""
     write(place / "more" / "rows.jsonl", [line(i) for i in range(5, 60)])
@@ -157,8 +124,7 @@ def unmarked(number: int) -> dict[str, Any]:
 def test_lines_without_spans_are_searched_counted_and_shown(place: Path) -> None:
     rows = [unmarked(i) for i in range(60)]
     write(place / "plain.jsonl", rows)
-    done = surgery("finetune", "./hybrid", "plain.jsonl", *SMALL, "--runs", "plain", cwd=place)
-    assert done.returncode == 0, done.stderr
+    done = ran("finetune", "./hybrid", "plain.jsonl", *SMALL, "--runs", "plain", cwd=place)
     folder = place / "plain" / "finetune-plain"
     results = json.loads((folder / "results.json").read_text())
     trained = [i for i, row in enumerate(rows) if not is_held_out(row["prompt"], 0.3)]
@@ -181,9 +147,8 @@ def test_lines_without_spans_are_searched_counted_and_shown(place: Path) -> None
 
     held_out = {row["prompt"]: row["answer"] for i, row in enumerate(rows) if i not in trained}
     examples = results["held_out_examples"]["plain.jsonl"]
-    assert len(examples) == entry["n"] == min(12, len(held_out)) and all(
-        held_out[e["prompt"]] == e["wanted"] for e in examples
-    )
+    assert len(examples) == entry["n"] == min(12, len(held_out))
+    assert all(held_out[e["prompt"]] == e["wanted"] for e in examples)
     assert all(set(e["generated"]) == set(results["arms"]) for e in examples)
     prompt = examples[0]["prompt"].replace("\n", "\\n")
     assert prompt in report and prompt[:20] in done.stdout
@@ -192,19 +157,6 @@ def test_lines_without_spans_are_searched_counted_and_shown(place: Path) -> None
     for name in ("results.json", "report.html", "README.md"):
         assert prompt[:20] not in (export / name).read_text(), "an export holds no rows"
     assert told in (export / "report.html").read_text()
-
-
-def test_auto_trains_marked_lines_as_a_named_column_does(place: Path, finished: Path) -> None:
-    """The same weights, bit for bit."""
-    named = f"{COLUMNS}.answer_span=answer_span"
-    done = surgery("finetune", "./hybrid", "rows.jsonl", named, *SMALL, "--to", "train", "--runs", "named", cwd=place)
-    assert done.returncode == 0, done.stderr
-    weights = [
-        load_file(folder / "trained" / "model.safetensors") for folder in (finished, place / "named" / "finetune-rows")
-    ]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
-    assert "answer_spans" not in json.loads((finished / "results.json").read_text())
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(place: Path, tmp_path: Path) -> None:

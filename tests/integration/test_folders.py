@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from surgery.files.ownership import MARK, mark
-from tests.integration.conftest import BASE, QUICK, RECIPE, ROOT, assert_all_refused, refused, run_small, surgery
+from tests.integration.conftest import BASE, QUICK, RECIPE, ROOT, assert_all_refused, ran, refused, run_small
 
 ANALYSIS = str(ROOT / "recipes" / "pico-reproduce.yaml")
 PRETRAIN = str(ROOT / "recipes" / "pretrain-pico.yaml")
@@ -113,9 +113,8 @@ def test_overwrite_removes_what_a_run_writes_and_leaves_the_rest(tmp_path: Path)
     folder = tmp_path / "runs" / "quickstart"
     make(folder, "run")
     write(folder, {"other/kept.txt": "dear"})
-    done = run_small(tmp_path, "seed=7", "locate.methods=[ablation]", "splice.select=ablation",
+    run_small(tmp_path, "seed=7", "locate.methods=[ablation]", "splice.select=ablation",
                      options=("--overwrite", "--to", "locate"))  # fmt: skip
-    assert done.returncode == 0, done.stderr
     assert (folder / "notes.txt").is_file() and (folder / "other" / "kept.txt").is_file()
     assert not (folder / "figures" / "a.png").exists()
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["seed"] == 7
@@ -124,8 +123,7 @@ def test_overwrite_removes_what_a_run_writes_and_leaves_the_rest(tmp_path: Path)
 def test_a_comparison_replaces_a_comparison(tmp_path: Path) -> None:
     few = ("evaluate.tasks=[kv_retrieval]", "evaluate.pairs=[2]")
     for count in (2, 3):
-        done = surgery("compare", str(BASE), *few, f"evaluate.examples={count}", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        ran("compare", str(BASE), *few, f"evaluate.examples={count}", cwd=tmp_path)
         results = json.loads((tmp_path / "runs" / "compare" / "results.json").read_text())
         assert results["arms"][BASE.name]["kv_retrieval"]["2"]["n"] == count
         assert [p.name for p in (tmp_path / "runs").iterdir()] == ["compare"]

@@ -17,7 +17,7 @@ from surgery.models.lookup import geometry_of
 from surgery.recipe import Base
 from surgery.recipe.loading import load_recipe
 from surgery.types import head_set_from_json, plan_from_json
-from tests.integration.conftest import BASE, QUICK, RECIPE, ROOT, assert_all_refused, refused, surgery
+from tests.integration.conftest import BASE, QUICK, RECIPE, ROOT, assert_all_refused, ran, refused, surgery
 from tests.support.exports import list_again
 from tests.support.pico import pico_family, pico_tokenizer
 from tests.support.processes import stock
@@ -33,8 +33,7 @@ GGUF = (f"export.llama_cpp={ROOT / 'tests' / 'support' / 'fake_llama_cpp'}", "ex
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a small quickstart that inserts a pair before layer 0."""
     cwd = tmp_path_factory.mktemp("pair")
-    done = surgery("run", str(RECIPE), *QUICK, PAIR, cwd=cwd)
-    assert done.returncode == 0, done.stderr
+    ran("run", str(RECIPE), *QUICK, PAIR, cwd=cwd)
     return cwd / "runs" / "quickstart"
 
 
@@ -156,8 +155,7 @@ def test_a_copy_is_verified(pair: Path, tmp_path: Path) -> None:
 def test_it_is_trained_further_in_the_same_format(pair: Path, tmp_path: Path) -> None:
     tune = ("run", str(RECIPE), *WITHOUT_BASE, f"base.model={pair / 'export'}", "splice=null")
     assert_all_refused({tune: ("export.format", "nemotron_h")}, tmp_path)
-    done = surgery(*tune, "export.format=nemotron_h", "train.control=false", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ran(*tune, "export.format=nemotron_h", "train.control=false", cwd=tmp_path)
     export = tmp_path / "runs" / "quickstart" / "export"
     config = json.loads((export / "config.json").read_text())
     assert config["inserted"] == json.loads((pair / "export" / "config.json").read_text())["inserted"]
@@ -165,8 +163,7 @@ def test_it_is_trained_further_in_the_same_format(pair: Path, tmp_path: Path) ->
 
 
 def test_a_dry_run_counts_the_new_layers(tmp_path: Path) -> None:
-    done = surgery("run", str(RECIPE), *QUICK, PAIR, "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = ran("run", str(RECIPE), *QUICK, PAIR, "--dry-run", cwd=tmp_path)
     assert "pair of 2 heads before layer 0 of the base" in done.stdout
     counts = {name: int(re.search(rf" {name} *│ ([0-9,]+)", done.stdout)[1].replace(",", "")) for name in COUNTS}
     assert counts["parameters"] == counts["trainable parameters"] > counts["new parameters"]
@@ -205,8 +202,7 @@ def test_a_nemotron_h_with_experts_is_a_base(tmp_path: Path) -> None:
         (*run, "splice.side_channels=35"): ("splice.side_channels", "35", "Set 40"),
     }
     assert_all_refused(cases, tmp_path)
-    done = surgery(*run, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ran(*run, cwd=tmp_path)
     folder = tmp_path / "runs" / "quickstart"
     gap = json.loads((folder / "splice.json").read_text())
     assert gap["max_logit"] < 1e-4 and gap["same_top"] == 1.0
@@ -225,8 +221,7 @@ def test_the_run_is_exported_as_gguf_with_a_stand_in_for_the_converter(pair: Pat
     line = refused("export", *words, GGUF[0], cwd=tmp_path)
     assert all(word in line for word in ("export.pre_tokenizer", "gpt-2", "nemotron_h"))
     assert "export.llama_cpp: none" in refused("export", *words, "export.llama_cpp=none", cwd=tmp_path)
-    done = surgery("export", *words, *GGUF, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ran("export", *words, *GGUF, cwd=tmp_path)
     export = tmp_path / "runs" / "quickstart" / "export"
     checked = surgery("verify", str(export), cwd=tmp_path)
     assert checked.returncode == 0 and "model.gguf: 53 tensors and 973 tokens equal" in checked.stdout, checked.stderr

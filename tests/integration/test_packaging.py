@@ -70,12 +70,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def named_files(recipe: Path) -> set[str]:
-    """Paths of the repository that a recipe names."""
-    inputs = inputs_of(load_any(recipe)).values()
-    return {path for path in inputs if path.startswith(("checkpoints/", "recipes/", "examples/"))}
-
-
 def test_the_wheel_holds_what_recipes_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         held = {name for name in files.namelist() if name.startswith("surgery/shipped/")}
@@ -84,8 +78,8 @@ def test_the_wheel_holds_what_recipes_name(wheel: Path) -> None:
         ]
     assert not different
     inner = {name.removeprefix("surgery/shipped/") for name in held}
-    recipes = sorted((ROOT / "recipes").glob("*.yaml"))
-    named = {path for recipe in recipes for path in named_files(recipe)}
+    inputs = [path for recipe in (ROOT / "recipes").glob("*.yaml") for path in inputs_of(load_any(recipe)).values()]
+    named = {path for path in inputs if path.startswith(("checkpoints/", "recipes/", "examples/"))}
     assert {"checkpoints/pico-far", "checkpoints/quickstart/export", "checkpoints/quickstart/heads.json"} <= named
     assert [path for path in named if not any(f"{file}/".startswith(f"{path}/") for file in inner)] == []
     tracked = [

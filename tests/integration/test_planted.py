@@ -16,15 +16,7 @@ from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, ScoredHead
-from tests.support.planted import (
-    Planted,
-    answers,
-    head_ids,
-    plant,
-    planted_prompts,
-    planted_tokenizer,
-    scored_heads,
-)
+from tests.support.planted import Planted, answers, head_ids, plant, planted_prompts, planted_tokenizer, scored_heads
 
 SEEDS = range(8)
 PAIRS = 5

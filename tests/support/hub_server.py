@@ -60,7 +60,6 @@ class Repository:
     refs: dict[str, Commit]
     commits: dict[str, Commit]
     requests: list[str] = field(default_factory=list)  # titles of pull requests
-    ignored: set[str] = field(default_factory=set)  # files that its .gitignore names
 
     def at(self, revision: str) -> Commit | None:
         return self.refs.get(revision) or self.commits.get(revision)
@@ -193,12 +192,6 @@ class _Handler(BaseHTTPRequestHandler):
         return data
 
     def blocks(self) -> Iterator[bytes]:
-        if "chunked" in self.headers.get("Transfer-Encoding", ""):
-            while size := int(self.rfile.readline(), 16):
-                yield self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-            return
         left = int(self.headers.get("Content-Length", 0))
         while left:
             block = self.rfile.read(min(left, 1024))
@@ -238,9 +231,6 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return found
 
-    def whoami(self, body: bytes) -> None:
-        self.send({"name": "someone", "type": "user"}) if self.is_known() else self.send({"error": "who?"}, 401)
-
     def create_repo(self, body: bytes) -> None:
         if not self.may_write():
             return
@@ -264,8 +254,6 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self.repository(name) if self.may_write() else None
         if repository is None:
             return
-        if branch.startswith("refs/"):
-            return self.send({"error": "Invalid reference for a branch"}, 400)
         if branch in repository.refs:
             return self.send({"error": "Reference already exists"}, 409)
         repository.refs[branch] = repository.refs["main"]
@@ -281,8 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = []
         for file in json.loads(body)["files"]:
             path = file["path"]
-            found = {"path": path, "uploadMode": "lfs" if path.endswith(LARGE) else "regular"}
-            found["shouldIgnore"] = path in repository.ignored
+            found = {"path": path, "uploadMode": "lfs" if path.endswith(LARGE) else "regular", "shouldIgnore": False}
             if path in commit.files:
                 found["oid"] = commit.files[path].oid
             files.append(found)
@@ -423,7 +410,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 _NAME = r"([^/]+/[^/]+)"
 _ROUTES = (
-    ("GET", r"/api/whoami-v2", "whoami"),
     ("POST", r"/api/repos/create", "create_repo"),
     ("POST", r"/api/validate-yaml", "validate_yaml"),
     ("POST", rf"/api/models/{_NAME}/branch/(.+)", "branch"),

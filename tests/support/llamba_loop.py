@@ -5,14 +5,13 @@ It shares no code with the package, nor with transformers. FORMATS: rows of `in_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from surgery.hybrid import LlambaConfig, LlambaForCausalLM
-from tests.support.pico import HEADS, HIDDEN, STATE, pico_family_config, pico_site, randomise
+from tests.support.pico import HEADS, HIDDEN, pico_family_config, randomise
 
 HEAD_DIM = HIDDEN // HEADS
 Weights = dict[str, Tensor]
@@ -30,13 +29,6 @@ def llamba(seed: int = 0, fresh: bool = False, **config: Any) -> LlambaForCausal
         torch.manual_seed(seed)
         model = LlambaForCausalLM(llamba_config(**config))
     return randomise(model, seed, keep=".attention." if fresh else None).eval()
-
-
-def llamba_site(layer: int, heads: Sequence[int] = (2,), mode: Any = "add", init: str = "ssm") -> dict[str, Any]:
-    """A branch like a head of Llamba, or the control: no gate, and keys wider than values."""
-    copied = init == "ssm"
-    own = pico_site(layer, heads, mode, STATE if copied else 12, HEAD_DIM, activation=None, gate=copied)
-    return {**own, "init": init, "head_dim": HEAD_DIM}
 
 
 def loop_logits(model: LlambaForCausalLM, ids: Tensor) -> Tensor:

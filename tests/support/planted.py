@@ -124,7 +124,6 @@ def plant(
     family: Family = "mamba2",
     n_groups: int = 1,
     backup: bool = False,
-    noise: float = 0.01,
     train: bool = False,
     decoy: bool = True,
 ) -> Planted:
@@ -135,7 +134,6 @@ def plant(
         family: Mamba-2 or Mamba-1.
         n_groups: groups of B and C (Mamba-2 only).
         backup: plant the Aggregate head twice, in different layers.
-        noise: standard deviation of the random heads' `out_proj`.
         train: the model knows the keys of the training split too, for methods that train.
         decoy: plant the decoy. Without it, `Planted.decoy` is a random head. An attention branch copies the same rows
             of the decoy and of the Aggregate head, so no method that splices can tell them apart.
@@ -149,7 +147,7 @@ def plant(
         torch.manual_seed(seed)
         vocab_size = len(planted_tokenizer(train))
         model = _mamba2(n_groups, vocab_size) if family == "mamba2" else _mamba1(vocab_size)
-        _randomise(model, noise)
+        _randomise(model)
     _write_tokens(model, rng, train)
     scale, answer_scale = _scales(family, n_groups)
     planted = [*zip((gather, *aggregates), places, strict=True), *([(decoy_head, places[1])] if decoy else [])]
@@ -186,7 +184,7 @@ def _mamba1(vocab_size: int) -> MambaForCausalLM:
     return MambaForCausalLM(config)
 
 
-def _randomise(model: PreTrainedModel, noise: float) -> None:
+def _randomise(model: PreTrainedModel) -> None:
     """Randomise all heads: they read all dimensions and write a little to all, except for the flags."""
     for name, p in model.named_parameters():
         if "norm" in name or name.endswith(".D"):
@@ -194,7 +192,7 @@ def _randomise(model: PreTrainedModel, noise: float) -> None:
         elif name.endswith("A_log"):
             p.uniform_(0, 2)
         elif name.endswith("out_proj.weight"):
-            p.normal_(0, noise)
+            p.normal_(0, 0.01)
             p[[ALWAYS, IS_KEY, IS_VALUE, IS_END]] = 0
         elif name.endswith(("dt_bias", "dt_proj.bias")):
             p.normal_(-2, 1)

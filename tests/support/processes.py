@@ -79,10 +79,7 @@ class Started:
 
 
 def start(
-    arguments: Sequence[str],
-    cwd: Path | str,
-    environment: Mapping[str, str] | None = None,
-    script: str | None = None,
+    arguments: Sequence[str], cwd: Path | str, environment: Mapping[str, str] | None = None, script: str | None = None
 ) -> Started:
     """Start a command in a forked child of this process.
 

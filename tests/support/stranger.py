@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -182,13 +181,11 @@ def main() -> None:
     stranger, found = Stranger(folder), dict[str, Any]()
     usual = [name for name in vars(Stranger) if not name.startswith("_") and name not in HELPERS + BY_HAND]
     for name in names or usual:
-        begin = time.process_time()
         try:
             answer = getattr(stranger, name)()
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
         found[name] = answer if isinstance(answer, (bool, float, str, list, dict)) else repr(answer)
-        found.setdefault("seconds", {})[name] = round(time.process_time() - begin, 2)
     with open(out, "w") as file:
         json.dump(found, file, indent=1)
 

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +71,23 @@ def launch(folder: Path, case: str, code: int = 0, processes: int = 2) -> dict[s
     return found
 
 
-def lines(folder: Path) -> dict[str, Any]:
-    """A source of the user's own: answers of very different lengths, so that halves of a batch differ in tokens."""
-    path = folder / "rows.jsonl"
+def data_of(path: Path, lengths: Iterable[int]) -> dict[str, Any]:
+    """Data of the user's own, with answers of these lengths."""
     if not path.exists():
-        rows = [{"prompt": f"Say {n} times a:", "answer": " a" * n} for n in range(1, 12)]
+        rows = [{"prompt": f"Say {n} times a:", "answer": " a" * n} for n in lengths]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"data": {"path": str(path)}, "rows": 3, "weights": {"answer": 1.0}}
+    return {"path": str(path)}
+
+
+def lines(folder: Path) -> dict[str, Any]:
+    """A source whose answers have very different lengths, so that halves of a batch differ in tokens."""
+    return {"data": data_of(folder / "rows.jsonl", range(1, 12)), "rows": 3, "weights": {"answer": 1.0}}
 
 
 def uneven(folder: Path) -> dict[str, Any]:
     """Answers so different in length that several of the short ones fit into a row of the longest."""
-    path = folder / "uneven.jsonl"
-    if not path.exists():
-        lengths = (40, 1, 2, 3, 4, 5, 6, 7, 8, 40, 9, 10)
-        rows = [{"prompt": f"Say {n} times a:", "answer": " a" * n} for n in lengths]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"data": {"path": str(path)}, "rows": 12, "weights": {"answer": 1.0, "base_kl": 0.5}}
+    data = data_of(folder / "uneven.jsonl", (40, 1, 2, 3, 4, 5, 6, 7, 8, 40, 9, 10))
+    return {"data": data, "rows": 12, "weights": {"answer": 1.0, "base_kl": 0.5}}
 
 
 def section(folder: Path, steps: int, **more: Any) -> Train:

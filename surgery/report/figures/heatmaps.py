@@ -22,17 +22,7 @@ from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
 from surgery.recipe.methods import Column, all_columns, unit_of
-from surgery.report.figures.canvas import (
-    INK,
-    MUTED,
-    POINTS,
-    add_axes,
-    add_heading,
-    label_ends,
-    new_figure,
-    save,
-    style,
-)
+from surgery.report.figures.canvas import INK, MUTED, POINTS, add_axes, add_heading, label_ends, new_figure, save, style
 from surgery.report.heads_page import heads_table
 from surgery.types import HeadSet
 

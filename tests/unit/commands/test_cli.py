@@ -14,7 +14,7 @@ from surgery.errors import RecipeError
 INVALID = RecipeError("train.steps", 0, "Set 1 or more.")
 
 
-def end(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> object:
+def end(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, debug: str = "0") -> object:
     """The exit code of a command that this error ends."""
 
     def command() -> None:
@@ -24,7 +24,7 @@ def end(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> object:
     monkeypatch.setattr(cli, "app", command)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["surgery"])
-    monkeypatch.delenv("SURGERY_DEBUG", raising=False)
+    monkeypatch.setenv("SURGERY_DEBUG", debug)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     return ended.value.code
@@ -50,6 +50,9 @@ def test_every_end_has_its_code_and_its_line(
         assert end(monkeypatch, error) == code, error
         printed = capsys.readouterr().err
         assert printed.startswith(line) and printed.count("\n") <= 1, error
+    assert end(monkeypatch, ZeroDivisionError("a\nbug"), debug="1") == 1
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed and "ZeroDivisionError: a\nbug" in printed
 
 
 @pytest.fixture
@@ -63,6 +66,4 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.TextIOWrapper]:
 
 @pytest.mark.usefixtures("full")
 def test_an_invalid_recipe_is_2_where_its_error_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert end(monkeypatch, INVALID) == 2
-    monkeypatch.setenv("SURGERY_DEBUG", "1")
-    assert end(monkeypatch, INVALID) == 2
+    assert end(monkeypatch, INVALID) == end(monkeypatch, INVALID, debug="1") == 2

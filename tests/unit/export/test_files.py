@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from surgery.errors import ModelError
-from surgery.export.files import check_entries, check_files, fingerprints, sha256_of, visible_files
+from surgery.export.files import check_entries, check_files, fingerprints, sha256_of
 
 SUM = "0" * 64
 
@@ -20,14 +20,6 @@ def folder(tmp_path: Path) -> Path:
     (path / "a.json").write_text("{}")
     (path / "figures" / "b.png").write_bytes(b"b")
     return path
-
-
-def test_plain_files_pass_and_are_listed(folder: Path) -> None:
-    (folder / ".cache").mkdir()
-    (folder / ".cache" / "c.json").write_text("{}")
-    check_entries(folder)
-    assert visible_files(folder) == [folder / "a.json", folder / "figures" / "b.png"]
-    assert check_files(folder, fingerprints(folder)) == []
 
 
 def test_links_and_special_files_are_refused_wherever_they_are(folder: Path) -> None:

@@ -50,25 +50,6 @@ def test_what_is_written_is_what_is_expected(name: str, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     "data",
     [
-        {"auto_map": {"AutoTokenizer": ["a.B", None]}},
-        {"a": [{"b": {"auto_map": "a.B"}}]},
-        {"auto_map": True},
-        {"a": {"attn_implementation": "org/kernel"}},
-        {"_attn_implementation_internal": "flash_attention_2"},
-        {"experts_implementation": {"text": "org/kernel"}},
-        {"_experts_implementation": ["org/kernel"]},
-        {"attribute_map": {"a": "b"}},
-    ],
-    ids=repr,
-)
-def test_keys_that_name_code_are_refused_at_any_depth(data: Any) -> None:
-    with pytest.raises(ModelError, match=r"^a.json: "):
-        _check_keys("a.json", data, set())
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
         {"auto_map": 17, "use_kernels": 4, "attn_implementation": 5},  # a vocabulary
         {"auto_map": None, "quantization_config": {}, "use_kernels": False},
         {"attn_implementation": "sdpa", "a": {"_attn_implementation": None, "experts_implementation": "eager"}},

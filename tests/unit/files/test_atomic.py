@@ -18,8 +18,6 @@ from surgery.files.atomic import digest, new_folder, read_json, sweep, write_jso
 from surgery.files.lock import hold
 from surgery.files.ownership import MARK, Kind, check_apart, check_replaceable, kind_of, mark, remove
 from surgery.recipe import check_recipe
-from surgery.recipe.inputs import inputs_of
-from surgery.recipe.section import Section
 from surgery.run.folder import WRITTEN, RunDir
 from tests.support.cases import each
 from tests.support.processes import leftover
@@ -238,20 +236,6 @@ def test_claim_again_keeps_what_is_there(tmp_path: Path) -> None:
         assert (tmp_path / "a" / "recipe.yaml").read_text() == text
 
 
-OTHERS = [
-    RECIPE.replace("name: a", "name: b"),
-    RECIPE.replace("seed: 0", "seed: 1"),
-    RECIPE.replace("model: m", "model: n"),
-]
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(RunError, match="run folder"):
-        RunDir(tmp_path).claim(RECIPE)
-    assert names(tmp_path) == ["thesis.tex"]
-
-
 @each("content", ["", "[]", "3", "null", "{}", '{"key": 3}', '"key outputs"', "[" * 100_000, "\0", "{"])
 def test_a_manifest_of_another_form_is_named(tmp_path: Path, content: str) -> None:
     run = RunDir(tmp_path)
@@ -326,19 +310,6 @@ def test_what_is_read_from_a_folder_keeps_it(tmp_path: Path, monkeypatch: pytest
     check_apart(
         "", [Path("a")], {"near": "ab", "above": ".", "hub": "a/none", "long": "a" * 5000, "home": "~nobody/a"}, ""
     )
-
-
-def test_inputs_are_what_a_recipe_names_by_key() -> None:
-    class Part(Section):
-        model: str = "m"
-        name: str = "n"
-
-    class Whole(Section):
-        model: Part = Part()
-        tokenizer: str | None = None
-        parts: tuple[dict[str, str], ...] = ({"path": "p"}, {"task": "t"})
-
-    assert inputs_of(Whole(), Path("r.yaml")) == {"recipe": "r.yaml", "model.model": "m", "parts.0.path": "p"}
 
 
 def test_a_run_writes_nothing_that_is_not_listed() -> None:

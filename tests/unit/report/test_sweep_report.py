@@ -6,14 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surgery.report.sweep_report import (
-    accuracy_by_group,
-    group_of,
-    point_of,
-    summarize,
-    table_of,
-    write_sweep_page,
-)
+from surgery.report.sweep_report import accuracy_by_group, group_of, point_of, summarize, table_of, write_sweep_page
 from surgery.stats import wilson
 
 

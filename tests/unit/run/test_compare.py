@@ -29,12 +29,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return found
 
 
-def test_a_change_leaves_the_other_defaults() -> None:
-    loaded = load_comparison(["a", "b"], ["evaluate.pairs=[3]", "seed=4"])
-    assert loaded.models == ("a", "b") and loaded.seed == 4
-    assert loaded.evaluate.pairs == (3,) and loaded.evaluate.examples == 200
-
-
 def test_what_cannot_be_meant_is_refused() -> None:
     refused: list[tuple[list[str], tuple[str, ...], str]] = [
         ([], (), "models"),

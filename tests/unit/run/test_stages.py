@@ -132,14 +132,6 @@ def test_files_of_another_form_name_the_stage_that_writes_them(tmp_path: Path) -
             ends.as_trained()
 
 
-def test_the_control_trains_as_many_steps_as_the_hybrid(tmp_path: Path) -> None:
-    recipe = load_recipe(RECIPE, WSD)
-    write_json(tmp_path / "plateau.json", {"finetune": {"steps": 225}})
-    assert Run(recipe, tmp_path, make_accelerator()).as_trained() == recipe.train.with_steps([225])
-    train, control = (stage for stage in stages_of(recipe) if stage.name in ("train", "control"))
-    assert "plateau.json" in set(train.outputs(recipe)) & set(control.inputs(recipe))
-
-
 def test_the_plan_of_a_hybrid_names_the_teacher_of_its_heads(tmp_path: Path) -> None:
     """Its license applies to the fine-tuned model too."""
     hybrid = tmp_path / "hybrid"

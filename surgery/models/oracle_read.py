@@ -106,7 +106,7 @@ def mixed_at_query(model: PreTrainedModel, spec: MixerSpec, activations: Activat
     scan_BHP = activations.scan[spec.name][:, -1].unflatten(-1, (spec.num_heads, spec.head_dim))
     if structure.in_proj(mixer) is None:
         return scan_BHP
-    streams = structure.streams(mixer, spec, activations.projected[spec.name])
+    streams = structure.streams(mixer, spec, activations.projected[spec.name][:, -max(1, spec.conv_kernel) :])
     if streams.gate is not None:
         gate_BHP = streams.gate[:, -1].view(scan_BHP.shape)
         scan_BHP = torch.where(gate_BHP == 0, 0, scan_BHP / gate_BHP)
@@ -131,7 +131,10 @@ def values_at(
     """
     mixer, structure, rows = mixer_of(model, spec), structure_of(spec), torch.arange(len(places), device=places.device)
     if structure.in_proj(mixer) is not None:
-        return structure.streams(mixer, spec, activations.projected[spec.name]).x[rows, places]
+        # A stream depends on the tokens that the short convolution sees. Before the first token are zeros.
+        window = places[:, None] - torch.arange(max(1, spec.conv_kernel), device=places.device).flip(0)
+        projected = activations.projected[spec.name][rows[:, None], window.clamp(min=0)]
+        return structure.streams(mixer, spec, projected * (window >= 0)[..., None]).x[:, -1]
     layer = cache.layers[spec.layer]
     dropped = layer.get_seq_length() - layer.values.shape[-2]  # tokens before a sliding window
     if int(places.min()) < dropped:

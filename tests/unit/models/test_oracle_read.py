@@ -1,4 +1,4 @@
-"""Values that an oracle read takes from the cache of attention with a sliding window."""
+"""Values that an oracle read takes: from the streams of an SSM, and from the cache of a sliding window."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from surgery.errors import ModelError
 from surgery.locate.clean_run import run_clean
+from surgery.models.lookup import mixer_of, structure_of
 from surgery.models.oracle_read import values_at
 from surgery.types import MixerSpec
-from tests.support.pico import pico_family, prompts
+from tests.support.cases import each
+from tests.support.pico import SPLICED_FAMILIES, pico_family, prompts
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}  # in the layers 1 and 2 of three
 
@@ -41,3 +43,16 @@ def test_in_a_cache_of_the_window_alone_earlier_tokens_are_refused() -> None:
         else:
             expected = naive_values(model, spec, batch.input_ids)[torch.arange(2), arguments[-1]]
             torch.testing.assert_close(values_at(*arguments), expected, atol=1e-5, rtol=1e-5)
+
+
+@each("name", SPLICED_FAMILIES)
+@torch.no_grad()
+def test_what_is_read_is_the_stream_of_the_whole_prompt_at_its_place(name: str) -> None:
+    """Also where the short convolution begins before the first token."""
+    model, batch = pico_family(name), prompts((14, 14, 14))
+    run, places = run_clean(model, batch), torch.tensor([0, 2, 13])
+    for spec in (spec for spec in run.specs if spec.is_ssm and structure_of(spec).in_proj(mixer_of(model, spec))):
+        mixer, activations = mixer_of(model, spec), run.prompt.activations
+        streams = structure_of(spec).streams(mixer, spec, activations.projected[spec.name])
+        found = values_at(model, spec, activations, run.before_query, places)
+        torch.testing.assert_close(found, streams.x[torch.arange(3), places], atol=1e-5, rtol=1e-5)

@@ -27,7 +27,7 @@ from surgery.splice.plan import make_plan
 from surgery.splice.state_size import choose_channels, state_contributions
 from surgery.types import head_set_from_json
 
-PROMPTS, PAIRS = 64, 64  # that choose channels
+PROMPTS, PAIRS = 32, 64  # that choose channels
 SHOWN = ("32 pairs", "100 pairs", "64 pairs, far", "32 pairs, 4 to 6 digits", "24 records", "24 records, 4 to 6 digits")
 
 

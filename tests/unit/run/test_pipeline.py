@@ -68,10 +68,14 @@ class StopsAfter(Silent):
     def __init__(self, step: int | None) -> None:
         super().__init__()
         self.step = step
+        self.earlier = self.last = 0  # steps of earlier stages, and of this one
         self.seconds = 0.0
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        if done == self.step:
+        if done <= self.last:
+            self.earlier += self.last
+        self.last = done
+        if self.earlier + done == self.step:
             raise KeyboardInterrupt
 
     def finish(self, stage: str, seconds: float) -> None:

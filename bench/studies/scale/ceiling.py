@@ -75,14 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = Options(pairs=args.pairs, questions=1, filler=tuple(args.filler), tokenizer=tokenizer)
     probe, heads = PROBES["kv_retrieval"], head_set_from_json(read_json(args.heads))
     prompts = [probe.generate(rng_of("ceiling", i), "eval", sizes) for i in range(args.prompts)]
-    variants = variants_of(candidates(heads, args.reads))
-    if args.first:
-        variants = variants_by_ranking(heads, args.first)
+    tried = variants_by_ranking(heads, args.first) if args.first else variants_of(candidates(heads, args.reads))
     margins: dict[str, list[float]] = defaultdict(list)
     with torch.no_grad(), torch_scans(base):
         for batch in query_batches(prompts, tokenizer, 4):
-            changed = change_at_query(run_clean(base, batch, stepwise=True), list(variants.values()))
-            for name, scores in zip(variants, changed, strict=True):
+            changed = change_at_query(run_clean(base, batch, stepwise=True), list(tried.values()))
+            for name, scores in zip(tried, changed, strict=True):
                 margins[name] += scores.margin.tolist()
     clean = np.array(margins["the base"])
     rows = []

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from surgery.data.base_text import stand_in
 from surgery.data.offsets import tokenized
 from surgery.probes.documents import Document, Question, rng_of
 from surgery.probes.registry import Options
@@ -80,6 +81,10 @@ def maker(source: Source, rng: Random, tokenizer: PreTrainedTokenizerBase | None
     Raises:
         ProbeError: the probe needs a tokenizer and gets none, or the tokenizer has too few words for the pairs.
     """
+    if source.base_text is not None:  # not written yet
+        assert tokenizer is not None
+        text = stand_in(tokenizer, source.max_tokens or 0)
+        return lambda: text
     probe = source.probe
     assert probe is not None, "a source without a task has `data`"
     probe.check_tokenizer(tokenizer)

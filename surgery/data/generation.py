@@ -186,14 +186,20 @@ def generate_greedy(model: PreTrainedModel, prompts: EncodedBatch, max_tokens: i
     fill = end if end is not None else 0
     length: dict[str, Any] = {"max_new_tokens": max_tokens, "eos_token_id": end, "pad_token_id": fill}
     settings = GenerationConfig(do_sample=False, num_beams=1, repetition_penalty=1.0, **length)
+    new_BN = generate_with(model, settings, prompts.input_ids, prompts.attention_mask)
+    return torch.nn.functional.pad(new_BN, (0, max_tokens - new_BN.shape[1]), value=fill)
+
+
+@torch.no_grad()
+def generate_with(model: PreTrainedModel, settings: GenerationConfig, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Generate with these settings and none of the model's own: (B,N) token ids after the prompt."""
     own = getattr(model, "generation_config", None)
     model.generation_config = settings  # `generate` would take what `settings` leaves open from the model's own
     try:
-        ids = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, generation_config=settings)
+        ids = model.generate(ids_BT, attention_mask=mask_BT, generation_config=settings)
     finally:
         model.generation_config = own
-    new_BN = ids[:, prompts.input_ids.shape[1] :]
-    return torch.nn.functional.pad(new_BN, (0, max_tokens - new_BN.shape[1]), value=fill)
+    return ids[:, ids_BT.shape[1] :]
 
 
 def _greedy_beginnings(

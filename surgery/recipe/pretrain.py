@@ -127,6 +127,8 @@ class PretrainRecipe(Section):
             for name, objective in OBJECTIVES.items()
             if (objective.needs_splice or "base.logits" in objective.needs) and self.train.uses(name)
         ]
+        if self.train.base_texts is not None:
+            raise ValueError("Pretraining from scratch has no base that could write `base_text`. Remove it")
         if unusable:
             raise ValueError(
                 f"Pretraining from scratch has no base model and no new heads: set {', '.join(unusable)} to 0, and "

@@ -195,9 +195,17 @@ class Source(Section):
     """Documents that one task or one data set contributes to every step. The mixture follows from the sizes."""
 
     task: Task | None = Field(
-        None, examples=["kv_retrieval"], description="Probe that generates the documents. Set this or `data`."
+        None,
+        examples=["kv_retrieval"],
+        description="Probe that generates the documents. Set this, `data` or `base_text`.",
     )
-    data: Data | None = Field(None, description="The user's own documents. Set this or `task`.")
+    data: Data | None = Field(None, description="The user's own documents.")
+    base_text: Positive | None = Field(
+        None,
+        examples=[64],
+        description="Number of texts of `max_tokens` tokens that the base writes before training, sampled at "
+        "temperature 1. With `base_kl` the hybrid keeps what the base predicts on text of its own kind.",
+    )
     rows: Positive | None = Field(
         None,
         description=f"Documents per step, over all processes. {DEFAULT_ROWS} if neither this nor `tokens` is set.",
@@ -208,7 +216,7 @@ class Source(Section):
     max_tokens: Positive | None = Field(
         None,
         description="data: maximum tokens of a document. Longer texts are cut into pieces; a longer prompt is a bad "
-        "row. needle_*: maximum tokens up to the end of the last answer.",
+        "row. base_text: tokens of a text. needle_*: maximum tokens up to the end of the last answer.",
     )
     pairs: PairsRange = Field(
         (2, 16),
@@ -252,22 +260,37 @@ class Source(Section):
 
     @property
     def probe(self) -> Probe | None:
-        """The probe of `task`; None for the user's own data."""
+        """The probe of `task`; None for other documents."""
         return PROBES[self.task] if self.task is not None else None
 
     @property
     def name(self) -> str:
-        """Name in messages: the task, or the path of the data."""
-        return self.task if self.task is not None else self.data.path if self.data is not None else ""
+        """Name in messages: the task, `base_text`, or the path of the data."""
+        return self.data.path if self.data is not None else self.task or "base_text"
+
+    @property
+    def field(self) -> str:
+        """The source in messages. By its name, since stages and `read_steps` have lists of their own."""
+        return f"train.sources ({self.name})"
+
+    def with_base_text(self, path: str) -> Source:
+        """Return the source with `data` in place of `base_text`: the texts that the base has written to this file."""
+        if self.base_text is None:
+            return self
+        data = Data(path=path, columns=Columns(text="text"), end=False)
+        # Whole: text can have a token more than was sampled, and that would be a piece of its own.
+        return self.model_copy(update={"base_text": None, "data": data, "max_tokens": None})
 
     @model_validator(mode="after")
     def _one_origin(self) -> Source:
-        if (self.task is None) == (self.data is None):
-            raise ValueError("set either `task` (a probe) or `data` (your own documents)")
+        if [self.task, self.data, self.base_text].count(None) != 2:
+            raise ValueError("set one of `task` (a probe), `data` (your own documents) and `base_text`")
         if (self.rows is None) == (self.tokens is None):
             raise ValueError(f"set either `rows` or `tokens`, the size of a step, such as `rows: {DEFAULT_ROWS}`")
         if self.probe is not None and "tokens" in self.probe.options and self.max_tokens is None:
             raise ValueError(f"{self.task} needs `max_tokens`: its length is configurable")
+        if self.base_text is not None and self.max_tokens is None:
+            raise ValueError("base_text needs `max_tokens`, the tokens of a text, such as `max_tokens: 256`")
         return self
 
     @model_validator(mode="after")
@@ -281,7 +304,7 @@ class Source(Section):
         if self.weights.needs("gold_positions") and self.probe is not None and not self.probe.gold_position:
             names = self._that_need("gold_positions")
             raise ValueError(f"{self.task} has no gold position (`gold_position` of its class). Set {names} to 0")
-        if self.data is not None and self.data.columns.text is not None:
+        if self.is_text:
             if self.weights.needs("answers", "gold_positions"):
                 raise ValueError(f"plain text has no answers. Set {self._that_need('answers', 'gold_positions')} to 0")
         elif self.data is not None and self.data.columns.answer_span is None and self.weights.needs("gold_positions"):
@@ -292,9 +315,13 @@ class Source(Section):
 
     @property
     def _usual_weight(self) -> str:
-        is_text = self.data is not None and self.data.columns.text is not None
-        is_text |= self.probe is not None and (self.probe.knowledge or self.probe.scoring == "perplexity")
-        return "base_kl: 1.0" if is_text else "answer: 1.0"
+        keeps = self.probe is not None and (self.probe.knowledge or self.probe.scoring == "perplexity")
+        return "base_kl: 1.0" if keeps or self.is_text else "answer: 1.0"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its documents are plain text, without answers."""
+        return self.base_text is not None or (self.data is not None and self.data.columns.text is not None)
 
     def _that_need(self, *needs: str) -> str:
         """Names of the objectives with a weight that need one of these, for messages."""

@@ -216,6 +216,10 @@ def _reading(source: Source) -> Source:
     return source.model_copy(update=update)
 
 
+def _placed(sources: Sequence[Source], path: str) -> tuple[Source, ...]:
+    return tuple(source.with_base_text(path) for source in sources)
+
+
 class Train(TrainStage):
     """Brief training in one stage, or in several `stages`. The gradients of a step's sources are summed."""
 
@@ -342,6 +346,19 @@ class Train(TrainStage):
             optimizer=self.optimizer.model_copy(update={"new_heads_lr_factor": 1.0}),  # nothing else changes
         )
         return read, self.model_copy(update={"read_steps": None})
+
+    @property
+    def base_texts(self) -> tuple[int, int] | None:
+        """Number of texts that the base writes, and the tokens of each: the most that a source asks for, or None."""
+        asked = [source for stage in self.sequence for source in stage.sources if source.base_text is not None]
+        if not asked:
+            return None
+        return max(source.base_text or 0 for source in asked), max(source.max_tokens or 0 for source in asked)
+
+    def with_base_text(self, path: str) -> Train:
+        """Return the section with the texts that the base has written to this file. See `Source.with_base_text`."""
+        stages = tuple(stage.model_copy(update={"sources": _placed(stage.sources, path)}) for stage in self.stages)
+        return self.model_copy(update={"stages": stages, "sources": _placed(self.sources, path)})
 
     @property
     def num_all_steps(self) -> int:

@@ -235,6 +235,7 @@ def limits_of(recipe: Recipe, results: Mapping[str, Any]) -> tuple[str, ...]:
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     tasks = sorted({source.task for source in sources if source.task})
     data = [f"generated text ({', '.join(tasks)})"] * bool(tasks) + own_data(recipe)
+    data += ["text that its base wrote"] * (recipe.train.base_texts is not None)
     trained = "Trained further" if recipe.splice is None else "Trained"
     return (
         f"{trained} for {steps_text(results, recipe)}, only on {' and '.join(data)}.",

@@ -9,16 +9,18 @@ from surgery.run.export_stage import ExportStage
 from surgery.run.locate_stage import LocateStage
 from surgery.run.splice_stages import PlanStage, SpliceStage
 from surgery.run.stage import Stage
-from surgery.run.train_stages import ControlStage, TrainStage
+from surgery.run.train_stages import ControlStage, TextStage, TrainStage
 
 STAGES: tuple[Stage, ...] = (
-    LocateStage(), PlanStage(), SpliceStage(), TrainStage(), ControlStage(), EvaluateStage(), ExportStage(),
+    LocateStage(), PlanStage(), SpliceStage(),
+    TextStage(), TrainStage(), ControlStage(), EvaluateStage(), ExportStage(),
 )  # fmt: skip
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
-    """Stages of a recipe, in order. With `splice: null` the base is a hybrid already, so training is the first."""
-    return STAGES if recipe.splice is not None else STAGES[3:]
+    """Stages of a recipe, in order. With `splice: null` the base is a hybrid already, and none is spliced."""
+    stages = STAGES if recipe.splice is not None else STAGES[3:]
+    return tuple(stage for stage in stages if recipe.train.base_texts is not None or not isinstance(stage, TextStage))
 
 
 def choose_stages(recipe: Recipe, first: str | None, last: str | None) -> tuple[Stage, ...]:

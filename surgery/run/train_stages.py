@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from surgery.data.base_text import write_texts
 from surgery.data.offsets import encode_alike
 from surgery.data.ranking import answer_choices
 from surgery.data.user import IndexedDocuments, named_data, open_source
-from surgery.errors import PlanError, RecipeError
+from surgery.errors import PlanError, RecipeError, fitting
 from surgery.evaluate.evaluation import held_out_documents
-from surgery.files.atomic import delete, new_folder, write_json
+from surgery.files.atomic import delete, new_folder, write_json, write_text
 from surgery.models.config_checks import check_unquantized
 from surgery.models.loading import check_finite, check_vocabulary, has_tokenizer, load_config, load_tokenizer
 from surgery.models.sizes import meta_model
@@ -32,8 +34,27 @@ from surgery.train.plateau import LAST_STEP, plateau_to_json, stage_lengths
 from surgery.train.teacher import check_teacher, check_tokenizers
 from surgery.train.training import ADAPTERS, train_model
 
+BASE_TEXT = "base_text.jsonl"  # what the base writes for `base_text`
 _WATCHED = 64  # prompts of one measurement during training
 _CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training")
+
+
+class TextStage(Stage):
+    name, what = "text", "letting the base write text"
+    sections, writes = ("base",), (BASE_TEXT,)
+
+    def depends_on(self, settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {"texts": settings.train.base_texts}
+
+    def work(self, run: Run, key: str) -> None:
+        assert run.recipe.train.base_texts is not None
+        seed, size = run.recipe.seed, run.recipe.evaluate.batch_size
+        with fitting("evaluate.batch_size", size):
+            texts = write_texts(
+                run.base(), run.tokenizer(), *run.recipe.train.base_texts, seed, size, run.reporter.progress
+            )
+        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+        write_text(run.folder / BASE_TEXT, "".join(lines))
 
 
 class TrainStage(Stage):
@@ -41,6 +62,9 @@ class TrainStage(Stage):
     sections, reads = ("base", "train"), ("spliced", "plan.json")
     writes, extras = ("trained", "training.json", "figures/training"), (ADAPTERS,)
     together = True
+
+    def inputs(self, recipe: Recipe) -> tuple[str, ...]:
+        return (*super().inputs(recipe), *_texts(recipe))
 
     def outputs(self, recipe: Recipe) -> tuple[str, ...]:
         return (*self.writes, PLATEAU) if recipe.train.has_plateau else self.writes
@@ -96,13 +120,17 @@ class TrainStage(Stage):
         return train_arm(run, key, run.untrained(), run.base, "trained", "training")
 
 
+def _texts(recipe: Recipe) -> tuple[str, ...]:
+    return (BASE_TEXT,) if recipe.train.base_texts is not None else ()
+
+
 class ControlStage(Stage):
     name, what = "control", "training the control"
     sections = ("base", "control", "train")
     together = True
 
     def inputs(self, recipe: Recipe) -> tuple[str, ...]:
-        reads: tuple[str, ...] = ()
+        reads = _texts(recipe)
         if recipe.splice is not None and recipe.train.trains_spliced_layers:
             reads += ("plan.json",)  # it trains the layers that have spliced heads in the hybrid
         if recipe.train.has_plateau:
@@ -165,6 +193,7 @@ def train_arm(
     is_control, steps = name == "no_splice", run.folder / "steps"
     section = run.as_trained() if is_control else run.recipe.train  # both train the same number of steps
     section = section.at_size(run.base_size)  # at the same rates
+    section = section.with_base_text(str(run.folder / BASE_TEXT))
     if not is_control:
         run.reporter.note("rates", learning_rates_text(section))
         for stage in (stage for stage in section.sequence if stage.trainable == "lora"):

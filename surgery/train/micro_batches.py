@@ -164,7 +164,7 @@ def step_counts(
             totals[index, name] = 1.0
         elif spliced or not objective.needs_splice:
             hint = f"No document of this step has a term for {name}. Set the weight to 0."
-            raise RunError(f"train.sources.{index}.weights.{name}", source.name, hint)
+            raise RunError(f"{source.field}.weights", name, hint)
     return totals
 
 
@@ -172,7 +172,7 @@ def log_missing_reads(
     stage: TrainStage, documents: Sequence[Sequence[Document]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Log how many answer tokens of a step have no gold position, for the sources that need them."""
-    for index, (source, drawn) in enumerate(zip(stage.sources, documents, strict=True)):
+    for source, drawn in zip(stage.sources, documents, strict=True):
         marked = [d for d in drawn if d.questions and all(q.segment and q.value for q in d.questions)]
         if not marked or not source.weights.needs("gold_positions"):
             continue
@@ -180,5 +180,5 @@ def log_missing_reads(
         reads = batch.read_query >= 0
         missing = int((reads & (batch.read_answer_token < 0)).sum())
         if missing:
-            text = "train.sources.%d: no token of the segment holds %d of %d answer tokens of the first step. %s"
-            _LOG.warning(text, index, missing, int(reads.sum()), "Attention is not supervised there.")
+            text = "%s: no token of the segment holds %d of %d answer tokens of the first step. %s"
+            _LOG.warning(text, source.field, missing, int(reads.sum()), "Attention is not supervised there.")

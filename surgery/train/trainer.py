@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.user import StreamedDocuments, open_source
 from surgery.errors import RunError
+from surgery.models.runtime import trim_heap
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES
@@ -135,6 +136,8 @@ class StageTrainer:
                     self._save(step)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+                if not on_gpu:
+                    trim_heap()
                 losses.seconds = time.perf_counter() - began
                 log.add(losses)
                 log.read(keep=0 if waits or step == self.start else 1)
@@ -299,7 +302,7 @@ class StageTrainer:
     def _lower_pass_tokens(self, part: MicroBatch, step: int) -> None:
         """Halve the pass that did not fit in memory, unless it has one row or there are several processes."""
         rows, width = part.batch.input_ids.shape
-        field = f"train.sources.{part.sources[0]}" if len(part.sources) == 1 else "train.sources"
+        field = self.stage.sources[part.sources[0]].field if len(part.sources) == 1 else "train.sources"
         if self.accelerator.num_processes > 1:
             hint = "Out of memory. With several processes the size cannot be lowered automatically. "
             hint += "Lower train.micro_batch."
@@ -340,13 +343,12 @@ def check_launch(section: Train, stage: TrainStage, targets: Targets, accelerato
     if stage.lora.quantization is not None and accelerator.distributed_type in _SHARDING:
         hint = "Weights of 4 bits are not sharded. Launch with recipes/accelerate/ddp.yaml, or set it to null."
         raise RunError("train.lora.quantization", stage.lora.quantization, hint)
-    for index, source in enumerate(stage.sources):
+    for source in stage.sources:
         if source.rows is not None and source.rows < accelerator.num_processes:
             hint = f"Set at least one row for each of the {accelerator.num_processes} processes."
-            raise RunError(f"train.sources.{index}.rows", source.rows, hint)
+            raise RunError(f"{source.field}.rows", source.rows, hint)
         for name in source.weights.at(0.5):
-            field = f"train.sources.{index}.weights.{name}"
             if "base.logits" in OBJECTIVES[name].needs and targets.base is None:
-                raise RunError(field, 1.0, "It compares with the frozen base. Pass `base`.")
+                raise RunError(f"{source.field}.weights", name, "It compares with the frozen base. Pass `base`.")
             if OBJECTIVES[name].needs_teacher and targets.teacher is None:
                 raise RunError("train.teacher", None, f"{name} compares with a teacher. Set train.teacher.")

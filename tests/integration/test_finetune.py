@@ -17,12 +17,13 @@ from surgery.types import Graft, Plan, plan_from_json
 from tests.integration.conftest import assert_all_refused, ran, refused
 from tests.support.pico import pico_base, pico_tokenizer
 
-STAGES = ["train", "control", "evaluate", "export"]
+STAGES = ["text", "train", "control", "evaluate", "export"]
 SMALL = (
     "train.read_steps=2",
     "train.steps=3",
     "train.sources.0.rows=4",
-    *(f"train.sources.{i}.rows=2" for i in (1, 2, 3, 4)),
+    *(f"train.sources.{i}.rows=2" for i in (1, 2, 3, 4, 5)),
+    "train.sources.1={base_text: 3, rows: 2, max_tokens: 20, weights: {base_kl: 1.0}}",
     "train.sources.0.data.holdout=0.3",
     "evaluate={pairs: [4], examples: 12, sentences: 8}",
 )
@@ -81,6 +82,8 @@ def test_every_arm_is_asked_the_rows_that_were_held_out(place: Path, finished: P
         assert set(after) == set(before)
         assert all((after[n] != weight).any() for n, weight in before.items() if "in_proj" in n), name
     assert not (finished / "heads.json").exists(), "the hybrid's folder had none"
+    written = (finished / "base_text.jsonl").read_text().splitlines()
+    assert len(written) == 3 and all(json.loads(row)["text"] for row in written)
 
 
 def test_the_export_says_what_it_was_made_of(place: Path, finished: Path) -> None:

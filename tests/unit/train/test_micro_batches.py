@@ -199,7 +199,7 @@ def test_a_step_in_which_no_answer_is_found_has_no_attention_loss(tmp_path: Path
 def test_elsewhere_an_objective_without_terms_is_refused(tmp_path: Path) -> None:
     source, documents = found_in_prompts(tmp_path, TWICE, "answer_span")
     bare = [replace(d, questions=(replace(d.questions[0], value=None, segment=None),)) for d in documents]
-    with pytest.raises(RunError, match=r"train\.sources\.0\.weights\.attention.*Set the weight to 0"):
+    with pytest.raises(RunError, match=r"train\.sources \(.*\)\.weights: attention.*Set the weight to 0"):
         losses_of(source, bare)
 
 
@@ -212,5 +212,5 @@ def test_answer_tokens_without_a_place_are_logged(caplog: pytest.LogCaptureFixtu
         prompt = f"blue:{value}\nblue is"
         question = Question((len(prompt), len(prompt) + 3), (), -1, (0, 6 + len(value)), (5, 5 + len(value)))
         log_missing_reads(stage, [[Document("made_up", f"{prompt}712", (question,))] * 3], pico_tokenizer())
-        text = f"train.sources.0: no token of the segment holds {missing} of {3 * tokens} answer tokens"
+        text = f"train.sources (kv_retrieval): no token of the segment holds {missing} of {3 * tokens} answer tokens"
         assert tokens > 1 and (text in caplog.text) == bool(missing), value

@@ -150,7 +150,7 @@ def test_what_the_launch_or_the_call_cannot_train_is_refused_first() -> None:
         (Fsdp2, {"check_every": 2}, r"train\.check_every: 2"),
         (Fsdp2, quantized, r"train\.lora\.quantization: nf4.*ddp\.yaml"),
         (DeepSpeed, quantized, r"train\.lora\.quantization: nf4.*ddp\.yaml"),
-        (Accelerator, {}, r"train\.sources\.1\.weights\.base_kl.*Pass `base`"),
+        (Accelerator, {}, r"train\.sources \(sentence\)\.weights: base_kl.*Pass `base`"),
         (Accelerator, {"sources": [{**KV, "weights": {"distil": 1.0}}]}, r"train\.teacher.*Set train\.teacher"),
     ]
     for kind, more, says in cases:

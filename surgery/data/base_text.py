@@ -1,0 +1,59 @@
+"""Text that the base writes itself, for the objective `base_kl`.
+
+A model that trains on one kind of document loses others. Texts sampled from the base are of the kinds that it was
+trained on, in the same shares, whatever they were: the KL divergence on them is that from the base as a distribution
+over texts (sequence-level distillation, arXiv 1606.07947; LLM-QAT, arXiv 2305.17888, trains quantized models so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.data.generation import generate_with
+from surgery.data.offsets import tokenized
+from surgery.probes.documents import Document
+
+
+def write_texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    tokens: int,
+    seed: int,
+    batch_size: int,
+    progress: Callable[[int, int], None],
+) -> list[str]:
+    """Sample texts at temperature 1, each after the token that begins a text, or after any token if there is none.
+
+    An end of text does not end a text: another one follows, as in pretraining.
+
+    Args:
+        count: number of texts.
+        tokens: number of tokens of each.
+        batch_size: texts to sample at once.
+        progress: called with the number of finished texts, and `count`.
+    """
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    length: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens, "eos_token_id": None}
+    settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, **length)
+    texts: list[str] = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        while len(texts) < count:
+            shape = (min(batch_size, count - len(texts)), 1)
+            any_token = torch.randint(len(tokenizer), shape)
+            first = (any_token if begin is None else torch.full(shape, begin)).to(model.device)
+            texts += tokenizer.batch_decode(generate_with(model, settings, first, torch.ones_like(first)))
+            progress(len(texts), count)
+    return texts
+
+
+def stand_in(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Document:
+    """Text of as many tokens, for estimates before the base has written one."""
+    text = " 7" * tokens
+    starts = [*tokenized(tokenizer, [text])[0].starts, len(text)]
+    return Document("base_text", text[: starts[tokens]])

@@ -38,15 +38,15 @@ def write_texts(
         progress: called with the number of finished texts, and `count`.
     """
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    length: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens, "eos_token_id": None}
-    settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, **length)
+    length: dict[str, Any] = {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0}
+    settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **length)
     texts: list[str] = []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         while len(texts) < count:
             shape = (min(batch_size, count - len(texts)), 1)
-            any_token = torch.randint(len(tokenizer), shape)
-            first = (any_token if begin is None else torch.full(shape, begin)).to(model.device)
+            first = torch.randint(len(tokenizer), shape) if begin is None else torch.full(shape, begin)
+            first = first.to(model.device)
             texts += tokenizer.batch_decode(generate_with(model, settings, first, torch.ones_like(first)))
             progress(len(texts), count)
     return texts

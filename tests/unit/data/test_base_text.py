@@ -22,6 +22,7 @@ def test_texts_are_samples_of_the_models_own_distribution() -> None:
     assert len(texts) == 3 and seen == [(2, 3), (3, 3)] and torch.equal(state, torch.get_rng_state())
     ids = {i for tokens in tokenized(tokenizer, texts) for i in tokens.ids}
     assert len(ids) > 80
+    assert all(len(text) > 64 for text in texts)  # an end of text does not end it
     assert texts == write_texts(model, tokenizer, 3, 64, 0, 2, lambda *done: None)
     assert texts != write_texts(model, tokenizer, 3, 64, 1, 2, lambda *done: None)
 

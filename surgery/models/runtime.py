@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,16 +21,6 @@ def stays_in_fp32(model: PreTrainedModel, name: str) -> bool:
 def run_device() -> torch.device:
     """Return the device that commands run models on: the GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def trim_heap() -> None:
-    """Return freed main memory to the system.
-
-    glibc keeps it for later tensors. Those of the next step have other shapes and do not fit, so it would grow.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 @contextmanager

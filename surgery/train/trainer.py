@@ -24,7 +24,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.user import StreamedDocuments, open_source
 from surgery.errors import RunError
-from surgery.models.runtime import trim_heap
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES
@@ -136,8 +135,6 @@ class StageTrainer:
                     self._save(step)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-                if not on_gpu:
-                    trim_heap()
                 losses.seconds = time.perf_counter() - began
                 log.add(losses)
                 log.read(keep=0 if waits or step == self.start else 1)

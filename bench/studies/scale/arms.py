@@ -36,7 +36,7 @@ class Arm:
         after: name of the arm with whose weights it begins.
         reads: as `train.read_steps`.
         mixture: `hard` has prompts that the base fails, `dense` the same with more questions each, `answered` prompts
-            that it answers, `told twice` the hard ones and dictionaries that are listed twice, `digits` short prompts
+            that it answers, `told twice` the dense ones and dictionaries that are listed twice, `digits` short prompts
             with values of several tokens alone.
     """
 
@@ -114,7 +114,7 @@ MIXTURES: dict[Mixture, tuple[dict[str, Any], ...]] = {
     "dense": DENSE,
     "answered": ANSWERED,
     "digits": DIGITS,
-    "told twice": (*HARD, {"task": "kv_repeated", "pairs": (16, 48), "filler": (0, 20), "rows": 1}),
+    "told twice": (*DENSE, {"task": "kv_repeated", "pairs": (16, 48), "filler": (0, 20), "rows": 1}),
 }
 # What the base can do is to stay: facts and language.
 KEPT: tuple[dict[str, Any], ...] = (

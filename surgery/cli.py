@@ -209,6 +209,7 @@ for _name, _what in {
     "locate": "Measure every head and write heads.json",
     "plan": "Choose heads from heads.json and write plan.json",
     "splice": "Splice the heads of plan.json into the base, untrained",
+    "text": "Let the base write the texts of `base_text`",
     "train": "Train the hybrid, or resume its training",
     "control": "Train the control: the base without a splice",
     "evaluate": "Evaluate base, control and hybrid and write results.json",

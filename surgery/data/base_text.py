@@ -7,7 +7,9 @@ over texts (sequence-level distillation, arXiv 1606.07947; LLM-QAT, arXiv 2305.1
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,26 +17,29 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from surgery.data.generation import generate_with
 from surgery.data.offsets import tokenized
+from surgery.files.atomic import write_text
 from surgery.probes.documents import Document
+
+_TOGETHER = 8  # texts that are sampled at once. The texts depend on it
 
 
 def write_texts(
+    path: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     count: int,
     tokens: int,
-    seed: int,
-    batch_size: int,
-    progress: Callable[[int, int], None],
-) -> list[str]:
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """Sample texts at temperature 1, each after the token that begins a text, or after any token if there is none.
 
     An end of text does not end a text: another one follows, as in pretraining.
 
     Args:
+        path: JSONL file to write, with the column `text`.
         count: number of texts.
         tokens: number of tokens of each.
-        batch_size: texts to sample at once.
         progress: called with the number of finished texts, and `count`.
     """
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -44,12 +49,13 @@ def write_texts(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         while len(texts) < count:
-            shape = (min(batch_size, count - len(texts)), 1)
+            shape = (min(_TOGETHER, count - len(texts)), 1)
             first = torch.randint(len(tokenizer), shape) if begin is None else torch.full(shape, begin)
             first = first.to(model.device)
             texts += tokenizer.batch_decode(generate_with(model, settings, first, torch.ones_like(first)))
-            progress(len(texts), count)
-    return texts
+            if progress is not None:
+                progress(len(texts), count)
+    write_text(path, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
 
 
 def stand_in(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Document:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, count, islice
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ from surgery.data.files import ShuffledEpochs, open_rows, rows_in_order
 from surgery.data.generated import GeneratedStream, Stream
 from surgery.data.pieces import Piece, part
 from surgery.probes.documents import Document, rng_of
-from surgery.recipe import Data, Source, Train
+from surgery.recipe import Columns, Data, Source, Train
 
 _COUNTED = 1000  # rows of streamed data to count answer spans in
 
@@ -32,6 +33,7 @@ def open_source(
     index: int,
     context: int | None = None,
     vocab_size: int | None = None,
+    texts: Path | None = None,
 ) -> Stream:
     """Open the documents of a source, and check them as far as possible before training.
 
@@ -39,11 +41,16 @@ def open_source(
         index: index of the source in the recipe.
         context: maximum tokens of the model; no limit if None.
         vocab_size: rows of the model's embedding.
+        texts: file of `write_texts`, for `base_text`. By default other texts of the same length stand for them.
 
     Raises:
         DataError: the data cannot be read, a row is unusable and `on_bad_row` is `error`, or a generated document does
             not fit the model.
     """
+    if source.base_text is not None and texts is not None:
+        written = Data(path=str(texts), columns=Columns(text="text"), end=False)
+        # Whole: text can have a token more than was sampled, and that would be a piece of its own.
+        source = source.model_copy(update={"base_text": None, "data": written, "max_tokens": None})
     if source.data is None:
         generated = GeneratedStream(source, tokenizer, seed, index)
         check_documents(generated.smallest_and_largest(), tokenizer, vocab_size, context)

@@ -84,17 +84,9 @@ def write_lines(
     return [writer.add_segment(f"{key}{between}:", value, "\n") for key, between, value in lines]
 
 
-def kv_prompts(
-    purpose: str,
-    seed: int,
-    count: int,
-    pairs: int,
-    filler: Range | None = None,
-    value_digits: Range | None = None,
-) -> list[Document]:
+def kv_prompts(purpose: str, seed: int, count: int, pairs: int, filler: Range | None = None) -> list[Document]:
     """Generate prompts with words of the evaluation split: `prompts_of`, with the sizes of `kv_document`."""
-    options = Options(pairs=pairs, filler=filler, value_digits=value_digits)
-    return prompts_of(PROBES["kv_retrieval"], purpose, seed, count, options)
+    return prompts_of(PROBES["kv_retrieval"], purpose, seed, count, Options(pairs=pairs, filler=filler))
 
 
 @register_probe("kv_retrieval")

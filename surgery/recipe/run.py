@@ -71,6 +71,8 @@ class Recipe(Section):
             raise ValueError(f"{form} does not support train.compile. Remove it")
         for stage in self.train.sequence:
             refused = ("spliced_layers", "lora", *(["reads"] if self.splice.form == "pair" else []))
+            if stage.trainable == "reads" and self.train.read_steps is not None and self.splice.form == "pair":
+                raise ValueError(f"{form} does not support train.read_steps. Remove it")
             if stage.trainable in refused:
                 raise ValueError(f"{form} does not support trainable: {stage.trainable}. Set all or new_heads")
             for name in stage.objectives:
@@ -126,6 +128,8 @@ class Recipe(Section):
     def notes(self) -> tuple[str, ...]:
         """Warnings about training that is possible, but hardly what was meant."""
         found = []
+        if self.control is not None and not self.has_control:
+            found.append("control.model has no effect with `train.control: false`, or if only new heads train")
         copied = self.splice is not None and self.splice.init != "teacher"
         if copied and not any(OBJECTIVES[name].needs_splice for name in self.train.objectives):
             found.append(
@@ -148,10 +152,9 @@ class Recipe(Section):
             if optimizer.lora_lr is not None and stage.trainable != "lora":
                 found.append(f"{name}.optimizer.lora_lr has no effect without `trainable: lora`")
             if stage.num_steps <= optimizer.warmup:
-                found.append(
-                    f"{name}.optimizer.warmup: {optimizer.warmup}, but training has {stage.num_steps} steps, so the "
-                    "learning rate never reaches its full value"
-                )
+                what = stage.name if len(self.train.sequence) > 1 else "training"
+                given = f"{optimizer.warmup}, but {what} has {stage.num_steps} steps"
+                found.append(f"{name}.optimizer.warmup: {given}, so the learning rate never reaches its full value")
         return tuple(found)
 
     @property

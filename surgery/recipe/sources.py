@@ -270,16 +270,8 @@ class Source(Section):
 
     @property
     def field(self) -> str:
-        """The source in messages. By its name, since stages and `read_steps` have lists of their own."""
+        """Field of errors, such as `train.sources (kv_retrieval)`: each stage has a list, so an index would mislead."""
         return f"train.sources ({self.name})"
-
-    def with_base_text(self, path: str) -> Source:
-        """Return the source with `data` in place of `base_text`: the texts that the base has written to this file."""
-        if self.base_text is None:
-            return self
-        data = Data(path=path, columns=Columns(text="text"), end=False)
-        # Whole: text can have a token more than was sampled, and that would be a piece of its own.
-        return self.model_copy(update={"base_text": None, "data": data, "max_tokens": None})
 
     @model_validator(mode="after")
     def _one_origin(self) -> Source:

@@ -96,6 +96,8 @@ class TrainStage(Section):
     @model_validator(mode="after")
     def _reads_have_attention_objectives(self) -> TrainStage:
         if self.trainable == "reads":
+            if self.optimizer.weight_decay:
+                raise ValueError("`weight_decay` with `trainable: reads` would change the values too. Set it to 0")
             for name in self.objectives:
                 objective = OBJECTIVES[name]
                 if not objective.needs_splice or objective.reads_logits != "none":
@@ -216,10 +218,6 @@ def _reading(source: Source) -> Source:
     return source.model_copy(update=update)
 
 
-def _placed(sources: Sequence[Source], path: str) -> tuple[Source, ...]:
-    return tuple(source.with_base_text(path) for source in sources)
-
-
 class Train(TrainStage):
     """Brief training in one stage, or in several `stages`. The gradients of a step's sources are summed."""
 
@@ -231,7 +229,7 @@ class Train(TrainStage):
     read_steps: Positive | None = Field(
         None,
         description="Steps of a stage `read` before: `trainable: reads` on the attention of the same sources. A task "
-        f"asks as many questions as it has pairs, up to {MAX_QUESTIONS}. By default there is none.",
+        f"asks as many questions as the lower end of its `pairs`, up to {MAX_QUESTIONS}. By default there is none.",
         examples=[300],
     )
     teacher: Checkpoint | None = Field(
@@ -294,6 +292,9 @@ class Train(TrainStage):
                 raise ValueError("with `stages`, add a stage with `trainable: reads` in place of `read_steps`")
         elif self.read_steps is not None and not any(source.weights.uses("attention") for source in self.sources):
             raise ValueError("`read_steps` needs a source with `weights.attention`. Set it, or remove `read_steps`")
+        sizes = {(s.base_text, s.max_tokens) for stage in self.sequence for s in stage.sources if s.base_text}
+        if len(sizes) > 1:
+            raise ValueError("all sources with `base_text` read the same texts. Set the same number and `max_tokens`")
         names = [stage.name for stage in self.sequence]
         if len(set(names)) < len(names):
             raise ValueError(f"two stages have the same name: {', '.join(names)}. Rename one")
@@ -343,22 +344,16 @@ class Train(TrainStage):
             steps=self.read_steps,
             trainable="reads",
             sources=tuple(_reading(source) for source in self.sources if source.weights.uses("attention")),
-            optimizer=self.optimizer.model_copy(update={"new_heads_lr_factor": 1.0}),  # nothing else changes
+            # Nothing else changes, so the rate is higher. Decay would change the values, which lie in the same matrix.
+            optimizer=self.optimizer.model_copy(update={"new_heads_lr_factor": 1.0, "weight_decay": 0.0}),
         )
         return read, self.model_copy(update={"read_steps": None})
 
     @property
     def base_texts(self) -> tuple[int, int] | None:
-        """Number of texts that the base writes, and the tokens of each: the most that a source asks for, or None."""
-        asked = [source for stage in self.sequence for source in stage.sources if source.base_text is not None]
-        if not asked:
-            return None
-        return max(source.base_text or 0 for source in asked), max(source.max_tokens or 0 for source in asked)
-
-    def with_base_text(self, path: str) -> Train:
-        """Return the section with the texts that the base has written to this file. See `Source.with_base_text`."""
-        stages = tuple(stage.model_copy(update={"sources": _placed(stage.sources, path)}) for stage in self.stages)
-        return self.model_copy(update={"stages": stages, "sources": _placed(self.sources, path)})
+        """Number of texts that the base writes, and the tokens of each; None if no source has `base_text`."""
+        sources = (source for stage in self.sequence for source in stage.sources)
+        return next(((s.base_text, s.max_tokens) for s in sources if s.base_text and s.max_tokens), None)
 
     @property
     def num_all_steps(self) -> int:

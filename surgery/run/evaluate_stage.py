@@ -160,7 +160,9 @@ def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], bega
         if (section := recipe.evaluate.efficiency) is not None:
             costs = efficiency({"base": run.base(), "hybrid": run.model("trained")}, section)
             costs_by_length(costs["arms"], figures, costs["where"])
-    before = ("train", "control") if recipe.splice is None else ("locate", "plan", "splice", "train", "control")
+    spliced = () if recipe.splice is None else ("locate", "plan", "splice")
+    text = () if recipe.train.base_texts is None else ("text",)
+    before = (*spliced, *text, "train", "control")
     seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in before}
     inserted = [{"form": g.form, "before": g.before} for g in run.plan().grafts if g.form != "head"]
     results = {

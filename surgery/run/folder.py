@@ -17,6 +17,7 @@ from surgery.recipe import Recipe, check_recipe
 # Files and folders that a run writes, besides its mark (`files.ownership`).
 WRITTEN = (
     "heads.json", "heads.csv", "locate.html", "locate.json", "plan.json", "spliced", "splice.json", "state.json",
+    "base_text.jsonl",
     "steps", "adapters", "teacher_logits", "logs", "trained", "training.json", "plateau.json", "no_splice",
     "no_splice_training.json", "results.json", "report.html", "figures", "export", ".stages", "recipe.yaml", "run.log",
 )  # fmt: skip

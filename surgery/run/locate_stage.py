@@ -32,7 +32,7 @@ class LocateStage(Stage):
     name, what = "locate", "measuring every head"
     sections = ("base", "locate", "splice.select", "splice.num_heads", "splice.heads")
     writes = ("heads.json", "heads.csv", "locate.html", "locate.json", "figures/locate")
-    together, version = True, 2
+    together, version = True, 3
 
     def depends_on(self, settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
         if not any(METHODS[method].trains for method in settings.locate.methods):

@@ -139,6 +139,8 @@ def step_cost(
         base.eval().requires_grad_(False)
     own_inputs = OwnInputs(model) if stage.trainable == "reads" else None
     targets = Targets(stage.distil, grafts, base, own_inputs=own_inputs, teacher=teacher)
+    if own_inputs is not None:
+        _pass_cost(model, targets, samples[0])  # the first pass runs layers that the others skip
     costs = [_pass_cost(model, targets, sample) for sample in samples]
     peaks = [max(cost.forward_peak, cost.backward_peak) for cost in costs]
     # Sources share passes, unless a pass has a few documents only.

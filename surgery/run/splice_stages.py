@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from surgery.data.own_prompts import own_prompts
 from surgery.files.atomic import delete, write_json
 from surgery.models.donors import donor_mixers
 from surgery.models.loading import check_finite
@@ -18,14 +19,14 @@ from surgery.splice.plan import check_base, make_plan
 from surgery.splice.state_size import StateCut, choose_channels, cut_to_json, state_contributions
 from surgery.types import to_json
 
-_MEASURED = ("examples", "pairs", "filler", "value_digits", "task")  # keys of `locate` for the prompts
+_PROMPTS = ("examples", "pairs", "filler", "value_digits", "task", "data", "generated")  # keys of `locate`
 
 
 def state_parts(settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
     """What the channels of the state to keep follow from. Empty if the state is not cut. See `Stage.depends_on`."""
     if settings.state_size is None:
         return {}
-    return {"state": [settings.state_size, *(values["locate"][name] for name in _MEASURED)]}
+    return {"state": [settings.state_size, *(values["locate"][name] for name in _PROMPTS)]}
 
 
 class PlanStage(Stage):
@@ -76,7 +77,11 @@ def _choose_state(run: Run) -> StateCut | None:
     if size is None:
         delete(run.folder / STATE)
         return None
-    documents = located_prompts(run, "locate", section.examples, section.pairs)
+    if section.data is None:
+        documents = located_prompts(run, "locate", section.examples, section.pairs)
+    else:
+        documents = own_prompts(section.data, run.tokenizer(), section.examples, *run.limits)
+        documents += located_prompts(run, "locate", section.generated, section.pairs)
     contributions = state_contributions(run.base(), run.tokenizer(), documents, section.batch_size)
     cut = choose_channels(contributions, size)
     write_json(run.folder / STATE, cut_to_json(cut, contributions))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -13,9 +12,9 @@ from surgery.data.base_text import write_texts
 from surgery.data.offsets import encode_alike
 from surgery.data.ranking import answer_choices
 from surgery.data.user import IndexedDocuments, named_data, open_source
-from surgery.errors import PlanError, RecipeError, fitting
+from surgery.errors import PlanError, RecipeError
 from surgery.evaluate.evaluation import held_out_documents
-from surgery.files.atomic import delete, new_folder, write_json, write_text
+from surgery.files.atomic import delete, new_folder, write_json
 from surgery.models.config_checks import check_unquantized
 from surgery.models.loading import check_finite, check_vocabulary, has_tokenizer, load_config, load_tokenizer
 from surgery.models.sizes import meta_model
@@ -41,20 +40,16 @@ _CONTROL = ("no_splice", "no_splice_training.json", "figures/no_splice_training"
 
 class TextStage(Stage):
     name, what = "text", "letting the base write text"
-    sections, writes = ("base",), (BASE_TEXT,)
+    sections, writes, version = ("base",), (BASE_TEXT,), 2
 
     def depends_on(self, settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
         return {"texts": settings.train.base_texts}
 
     def work(self, run: Run, key: str) -> None:
         assert run.recipe.train.base_texts is not None
-        seed, size = run.recipe.seed, run.recipe.evaluate.batch_size
-        with fitting("evaluate.batch_size", size):
-            texts = write_texts(
-                run.base(), run.tokenizer(), *run.recipe.train.base_texts, seed, size, run.reporter.progress
-            )
-        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-        write_text(run.folder / BASE_TEXT, "".join(lines))
+        count, tokens = run.recipe.train.base_texts
+        path, seed = run.folder / BASE_TEXT, run.recipe.seed
+        write_texts(path, run.base(), run.tokenizer(), count, tokens, seed, run.reporter.progress)
 
 
 class TrainStage(Stage):
@@ -193,7 +188,6 @@ def train_arm(
     is_control, steps = name == "no_splice", run.folder / "steps"
     section = run.as_trained() if is_control else run.recipe.train  # both train the same number of steps
     section = section.at_size(run.base_size)  # at the same rates
-    section = section.with_base_text(str(run.folder / BASE_TEXT))
     if not is_control:
         run.reporter.note("rates", learning_rates_text(section))
         for stage in (stage for stage in section.sequence if stage.trainable == "lora"):
@@ -226,6 +220,7 @@ def train_arm(
         watch,
         control=is_control,
         outputs=run.folder,
+        texts=run.folder / BASE_TEXT if section.base_texts is not None else None,
     )
     if run.accelerator.is_main_process:
         run.save(model, name)

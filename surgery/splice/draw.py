@@ -29,11 +29,11 @@ class Draw:
         drawn = torch.randn(*shape, generator=self._generator(name))
         return (drawn * (fan_in or shape[-1]) ** -0.5).to(self.device)
 
-    def tokens(self, name: str, count: int, vocab_size: int, length: int = 128) -> Tensor:
-        """Return (count / length, length) token ids: permutations of the vocabulary, one after the other."""
+    def tokens(self, name: str, count: int, vocab_size: int) -> Tensor:
+        """Return (count/128, 128) token ids, or (1, count): permutations of the vocabulary, one after the other."""
         generator = self._generator(name)
         ids = torch.cat([torch.randperm(vocab_size, generator=generator) for _ in range(-(-count // vocab_size))])
-        length = min(length, count)
+        length = min(128, count)
         return ids[: count // length * length].view(-1, length).to(self.device)
 
     def uniform(self, name: str, count: int, low: float, high: float) -> Tensor:

@@ -59,8 +59,8 @@ def splice_model(
             the base's heads with all channels.
 
     Returns:
-        The hybrid in eval mode, in the base's dtype. With `mode: add` and no cut, its logits equal the base's bit for
-        bit. With `form: block` or `pair` it is a Nemotron-H (`insert_layers`).
+        The hybrid in eval mode, in the base's dtype. With `mode: add`, `output: zero` and no cut, its logits equal
+        the base's bit for bit. With `form: block` or `pair` it is a Nemotron-H (`insert_layers`).
 
     Raises:
         PlanError: the plan was made for another geometry, the cut is not the section's, or `splice_field` or the
@@ -78,8 +78,8 @@ def splice_model(
         given = "no channels were chosen" if cut is None else f"{cut.state_size} channels were chosen"
         hint = f"For splice_model, {given}. Pass cut=choose_channels(contributions, state_size)."
         raise PlanError("splice.state_size", state_size, hint)
-    adds_copies = section is not None and section.output == "copy"
-    copying = {graft for graft in plan.grafts if adds_copies or graft.mode == "replace"}
+    copies_all = section is not None and section.output == "copy"
+    copying = {graft for graft in plan.grafts if copies_all or graft.mode == "replace"}
     squares = _mean_squares(model, [graft for graft in copying if graft.init == "ssm"], plan.seed)
     for graft, entry in zip(plan.grafts, fields, strict=True):
         entry["norm_eps"] = squares.get(graft, entry["norm_eps"])
@@ -91,12 +91,11 @@ def splice_model(
         target = mixer_of(hybrid, graft.site)
         branch: SplicedAttention = target.attention.to_empty(device=model.device)
         branch.initialize()
-        copies = graft in copying
-        branch.fill(HeadSource(graft, mixer_of(model, graft.site), plan.seed, teacher, copies))
+        branch.fill(HeadSource(graft, mixer_of(model, graft.site), plan.seed, teacher, graft in copying))
         if graft.unit == "layer":
             if section is not None and section.with_block:
                 _transplant_block(hybrid, graft, teacher)
-        elif not copies:
+        elif graft not in copying:
             branch.o_proj.weight.zero_()
         elif graft.mode == "replace":
             silence(structure_of(graft.site).out_proj(target), graft)

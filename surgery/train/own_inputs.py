@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from surgery.hybrid.modeling_hybrid import SplicedAttention
+from surgery.models.hooks import replaced_once
 from surgery.models.inserted import new_modules
 
 
@@ -35,38 +36,46 @@ class OwnInputs:
 
     Args:
         model: a hybrid whose `reading_parameters` alone train.
+        is_sharded: whether FSDP2 shards it. Then add `zero` to the loss.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, is_sharded: bool = False) -> None:
+        self.is_sharded = is_sharded
         new = set(new_modules(model).values())
         blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and new & set(m.modules()))
         last = max(index for index, block in enumerate(blocks) if new & set(block.modules()))
         self._run, self._above = list(blocks[: last + 1]), list(blocks[last + 1 :])
         self._returns_tuple: dict[nn.Module, bool] = {}  # of blocks above, once they have run
+        self._outputs: list[Tensor] = []  # of blocks with new heads, in the last pass
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run passes in this way. The first pass runs all layers, to see what their outputs are."""
+        """Run a pass in this way. The first one runs all layers, to see what their outputs are."""
+        self._outputs.clear()
         with ExitStack() as patches:
             for block in self._run:
-                patches.callback(block.register_forward_hook(_detached).remove)
+                patches.callback(block.register_forward_hook(self._detached).remove)
             for block in self._above:
                 if block in self._returns_tuple:
-                    block.forward = partial(_unchanged, self._returns_tuple[block])
-                    patches.callback(delattr, block, "forward")  # restores that of the class
+                    patches.enter_context(replaced_once(block, lambda h: h, self._returns_tuple[block]))
                 else:
                     patches.callback(block.register_forward_hook(self._see).remove)
             yield
 
+    def zero(self) -> Tensor:
+        """0, with a gradient of 0 for the outputs of blocks with new heads in the last pass.
+
+        FSDP2 gathers the weights of a block when a gradient reaches its output, which no other loss does here.
+        """
+        return torch.stack([output.sum() for output in self._outputs]).sum() * 0
+
     def _see(self, block: nn.Module, args: Any, output: Any) -> None:
         self._returns_tuple[block] = isinstance(output, tuple)
 
-
-def _unchanged(as_tuple: bool, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return (hidden_states, None) if as_tuple else hidden_states
-
-
-def _detached(block: nn.Module, args: Any, output: Any) -> Any:
-    if isinstance(output, tuple):
-        return tuple(part.detach() if isinstance(part, Tensor) else part for part in output)
-    return output.detach()
+    def _detached(self, block: nn.Module, args: Any, output: Any) -> Any:
+        hidden_states = output[0] if isinstance(output, tuple) else output
+        if self.is_sharded and hidden_states.requires_grad:
+            self._outputs.append(hidden_states)
+        if isinstance(output, tuple):
+            return tuple(part.detach() if isinstance(part, Tensor) else part for part in output)
+        return output.detach()

@@ -81,8 +81,8 @@ class Targets:
         objectives = self._objectives(dict.fromkeys(name for names in weights.values() for name in names))
         needs = needs_of(objective.name for objective in objectives)
         base, skips_prefix = self._of_base(batch, needs)
-        apart = nullcontext() if self.own_inputs is None else self.own_inputs.running()
-        with skips_prefix, apart, separate_documents(model, batch.documents):
+        own = nullcontext() if self.own_inputs is None else self.own_inputs.running()
+        with skips_prefix, own, separate_documents(model, batch.documents):
             options = model_options(needs, batch)
             output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **options)
         outputs, teacher = self._of_model(output, batch, needs, rows), self._of_teacher(batch, needs)
@@ -93,7 +93,9 @@ class Targets:
             inputs = ObjectiveInputs(batch, outputs, base, teacher, self.distil, reads)
             losses[name] = _weighted(objective, inputs, factors)
         if all(objective.needs_splice for objective in objectives):
-            losses["none"] = output.logits.sum() * 0  # DDP requires that every parameter takes part
+            apart = self.own_inputs
+            # DDP requires that every parameter takes part.
+            losses["none"] = apart.zero() if apart is not None and apart.is_sharded else output.logits.sum() * 0
         return losses
 
     def _objectives(self, names: Iterable[str]) -> list[Any]:

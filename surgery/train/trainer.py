@@ -79,6 +79,7 @@ class StageTrainer:
     history: History = field(default_factory=list)
     on_step: OnStep | None = None
     layers: Sequence[int] = ()
+    texts: Path | None = None
 
     # Set by `prepare`.
     streams: list[Any] = field(init=False)  # documents of every source
@@ -154,11 +155,14 @@ class StageTrainer:
         """Open the sources, add adapters, freeze what does not train, wrap model and optimizer, load a checkpoint."""
         model, section, stage, accelerator = self.model, self.section, self.stage, self.accelerator
         check_launch(section, stage, self.targets, accelerator)
+        for source in stage.sources:
+            if source.base_text is not None and self.texts is None:
+                raise RunError(source.field, None, "Pass `texts`, a file of surgery.data.base_text.write_texts.")
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             self.folder = None  # DeepSpeed steps during backward, and keeps the optimizer's state to itself
         context, vocab_size = getattr(model.config, "max_position_embeddings", None), model.config.vocab_size
         self.streams = [
-            open_source(source, self.tokenizer, self.seed, 1000 * self.number + index, context, vocab_size)
+            open_source(source, self.tokenizer, self.seed, 1000 * self.number + index, context, vocab_size, self.texts)
             for index, source in enumerate(stage.sources)
         ]
 
@@ -204,7 +208,7 @@ class StageTrainer:
         if self.targets.base is not None and not accelerator.is_fsdp2:
             share_weights(model, self.targets.base)  # not before a checkpoint has been read into the model's weights
             prefix = SharedPrefix.of(model, self.targets.base) if not section.compile else None
-        own_inputs = OwnInputs(self.student) if stage.trainable == "reads" else None
+        own_inputs = OwnInputs(self.student, accelerator.is_fsdp2) if stage.trainable == "reads" else None
         self.targets = replace(self.targets, distil=stage.distil, prefix=prefix, own_inputs=own_inputs)
         self.split = StepSplit(
             stage.sources,

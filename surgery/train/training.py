@@ -67,6 +67,7 @@ def train_model(
     on_step: OnStep | None = None,
     control: bool = False,
     outputs: Path | None = None,
+    texts: Path | None = None,
 ) -> list[dict[str, float]]:
     """Train a model in place, one stage after the other.
 
@@ -85,6 +86,7 @@ def train_model(
         control: True for the control, a model without a splice. Stages that train new heads only are skipped.
         outputs: folder for `adapters/` in PEFT's format (none of a stage after another one that changed the base's
             weights), `teacher_logits/` of stages with `distil.cache`, and `logs/` of trackers. None writes none.
+        texts: file of `surgery.data.base_text.write_texts`, for sources with `base_text`.
 
     Returns:
         The entries of all steps.
@@ -132,13 +134,25 @@ def train_model(
                 resume_unquantized(model, steps, accelerator)
             with quantized((model, *frozen), settings, accelerator.device) as unquantized:
                 trainer = StageTrainer(
-                    model, tokenizer, section, seed, accelerator, targets, number, steps, history, log_step, layers
+                    model,
+                    tokenizer,
+                    section,
+                    seed,
+                    accelerator,
+                    targets,
+                    number,
+                    steps,
+                    history,
+                    log_step,
+                    layers,
+                    texts,
                 )
                 history = trainer.run()
                 send_new(history)
                 if trainer.adapters is not None:
                     if outputs is not None and accelerator.is_main_process and not control and not has_changed:
-                        adapters = outputs / ADAPTERS / (stage.name if len(stages) > 1 else "")
+                        several = sum(stage.trainable == "lora" for stage in stages) > 1
+                        adapters = outputs / ADAPTERS / (stage.name if several else "")
                         trainer.adapters.save(adapters, str(model.name_or_path))
                     trainer.adapters.merge(unquantized)  # the next stage and the export need a plain model
             for name, parameter in model.named_parameters():

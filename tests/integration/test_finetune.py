@@ -75,7 +75,7 @@ def test_every_arm_is_asked_the_rows_that_were_held_out(place: Path, finished: P
         assert entry["n"] == 12 and 0 <= entry["low"] <= entry["accuracy"] <= entry["high"] <= 1
     assert "held_out/rows.jsonl" in results["comparisons"]["hybrid"]["no_splice"]
     assert results["step_zero_gap"] is None and results["heads"] == ["L1H2"] and "answer_spans" not in results
-    assert set(results["seconds"]) == {"train", "control", "evaluate"}
+    assert set(results["seconds"]) == {"text", "train", "control", "evaluate"}
     for name, trained in (("base", "no_splice"), ("hybrid", "trained")):
         before = load_file(place / name / "model.safetensors")
         after = load_file(finished / trained / "model.safetensors")

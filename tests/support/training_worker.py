@@ -153,11 +153,19 @@ def lora(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in made.model.named_parameters()}
 
 
+READS: dict[str, Any] = {
+    "trainable": "reads",
+    "sources": [{**KV, "weights": {"attention": 1.0}}],
+    "optimizer": {"warmup": 1, "new_heads_lr": 1e-2},
+}
+
+
 def sharded(folder: Path) -> dict[str, torch.Tensor]:
-    """Of three runs: `run/name` of every tensor."""
+    """Of four runs: `run/name` of every tensor."""
     runs = {
         "gradient": gradients(folder),
         "checkpointed": gradients(folder, gradient_checkpointing=True, micro_batch=2),
+        "reads": gradients(folder, **READS),
         "lora": lora(folder, 2),
     }
     return {f"{run}/{name}": tensor for run, found in runs.items() for name, tensor in found.items()}

@@ -316,7 +316,8 @@ def test_a_run_writes_nothing_that_is_not_listed() -> None:
     """What `--overwrite` removes is what every stage writes, and no more."""
     from surgery.run.stages import stages_of
 
-    train = {"plateau": {}, "optimizer": {"schedule": "wsd"}}
+    texts = {"base_text": 2, "max_tokens": 8, "weights": {"base_kl": 1.0}}
+    train = {"plateau": {}, "optimizer": {"schedule": "wsd"}, "sources": [{"task": "kv_retrieval"}, texts]}
     recipe = check_recipe({"name": "a", "base": {"model": "m"}, "splice": {"state_size": 4}, "train": train})
     written = {name.split("/")[0] for stage in stages_of(recipe) for name in stage.outputs(recipe)}
     of_runs = {".stages", "recipe.yaml", "run.log", "steps", "adapters", "teacher_logits", "logs"}

@@ -75,6 +75,8 @@ REFUSED = {
     "train.sources=[{}]": "train.sources.0: {}. set one of `task` (a probe), `data`",
     "train.sources=[{base_text: 8, weights: {base_kl: 1.0}}]": "base_text needs `max_tokens`",
     "train.sources=[{base_text: 8, max_tokens: 9, weights: {answer: 1.0}}]": "plain text has no answers",
+    "train.sources=[{base_text: 8, max_tokens: 9, weights: {base_kl: 1.0}}, "
+    "{base_text: 8, max_tokens: 5, weights: {base_kl: 1.0}}]": "read the same texts",
     "train.sources.0.weights.answer=-1": "train.sources.0.weights.answer: -1. It must be a number of 0 or more",
     "train.sources.0.weights.answer=[1.0]": "train.sources.0.weights.answer: [1.0]. It must be a number of 0 or more",
     "train.sources.1.task=poetry": "train.sources.1.task: 'poetry'. ",
@@ -261,6 +263,7 @@ def test_init_and_export_format_follow_the_form(form: str) -> None:
         ("train.trainable=lora", "trainable: lora. Set all or new_heads"),
         ("train.trainable=spliced_layers", "trainable: spliced_layers"),
         ("train.compile=true", "train.compile"),
+        ("train={read_steps: 5, sources: [{task: records, weights: {attention: 1}}]}", "train.read_steps. Remove"),
         ("train={teacher: {model: t}, sources: [{task: records, weights: {hidden_mse: 1}}]}", "(model.hidden_states)"),
     ],
 )
@@ -313,10 +316,13 @@ def test_a_recipe_of_an_earlier_export_is_read() -> None:
         ({"distil": {"cache": True, "top_k": 8}}, "train.distil.cache has no effect without a weight of `distil`"),
         ({"optimizer": {"lora_lr": 1e-3}}, "train.optimizer.lora_lr has no effect without `trainable: lora`"),
         ({"optimizer": {"warmup": 30}, "steps": 30}, "train.optimizer.warmup: 30, but training has 30 steps"),
+        ({"trainable": "new_heads", "control": {"model": "b"}}, "control.model has no effect"),
     ],
 )
 def test_settings_without_effect_get_a_note(train: dict[str, Any], says: str) -> None:
     weights = train.pop("weights", {"answer": 1.0, "attention": 1.0, "base_kl": 1.0})
+    tuned = {"splice": None, "control": train.pop("control")} if "control" in train else {}
     sources = [{"task": "kv_retrieval", "weights": weights}]
-    (note,) = check_recipe({"name": "a", "base": {"model": "m"}, "train": {"sources": sources, **train}}).notes
+    given = {"name": "a", "base": {"model": "m"}, "train": {"sources": sources, **train}, **tuned}
+    (note,) = check_recipe(given).notes
     assert note.startswith(f"train.sources: {says}") or note.startswith(says)

@@ -60,12 +60,18 @@ def test_read_steps_are_a_stage_before() -> None:
         {"task": "sentence", "weights": {"base_kl": 1}},
     ]
     section = Train.model_validate(
-        {"sources": sources, "steps": 20, "read_steps": 5, "optimizer": {"new_heads_lr_factor": 0.5}}
+        {
+            "sources": sources,
+            "steps": 20,
+            "read_steps": 5,
+            "optimizer": {"new_heads_lr_factor": 0.5, "weight_decay": 0.1},
+        }
     )
     read, rest = section.at_size(10**6).sequence
     assert (read.name, read.num_steps, read.trainable, rest.num_steps) == ("read", 5, "reads", 20)
     assert [(source.name, source.questions) for source in read.sources] == [("kv_retrieval", 8), ("a.jsonl", 1)]
     assert read.objectives == ("attention",) and rest.sources == section.sources
+    assert (read.optimizer.weight_decay, rest.optimizer.weight_decay) == (0, 0.1)
     assert read.optimizer.new_heads_lr == 2 * (rest.optimizer.new_heads_lr or 0)
     assert [stage.num_steps for stage in section.with_steps([2, 3]).sequence] == [2, 3]
     with pytest.raises(ValidationError, match=r"needs a source with `weights\.attention`"):
@@ -80,6 +86,7 @@ def test_reads_train_on_attention_alone() -> None:
     for change, says in (
         ({"sources": [KV]}, "does not support the objective answer"),
         ({"compile": True}, "`compile` does not support `trainable: reads`"),
+        ({"optimizer": {"weight_decay": 0.1}}, "would change the values"),
     ):
         with pytest.raises(ValueError, match=says):
             Train.model_validate({**reads, **change})

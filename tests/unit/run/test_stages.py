@@ -55,6 +55,7 @@ def test_what_runs_again_after_a_change(tmp_path: Path) -> None:
         ((), cut, "plan splice control export"),
         (cut, ("splice.state_size=2",), "plan splice control export"),
         (cut, ("locate.examples=9",), "locate splice control export"),
+        (cut, ("locate.data={path: x.jsonl, columns: {answer_span: auto}}",), "locate splice control evaluate export"),
         (cut, ("splice.num_heads=2",), "locate plan splice export"),  # one control for any number of heads
         (("splice.min_width=null",), ("splice.min_width=32",), "plan splice export"),
         ((), {"data_revision": "other"}, "train control evaluate export"),

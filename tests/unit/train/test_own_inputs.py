@@ -12,8 +12,6 @@ from surgery.train.own_inputs import OwnInputs, reading_parameters
 from tests.support import training_worker as worker
 from tests.support.pico import pico_hybrid, pico_site, tokens
 
-READS: dict[str, Any] = {"trainable": "reads", "sources": [{**worker.KV, "weights": {"attention": 1.0}}]}
-
 
 def nats(model: Any, apart: OwnInputs | None) -> list[Any]:
     """-log of each layer's attention from the last token to the third."""
@@ -57,7 +55,7 @@ def test_a_head_gets_the_gradient_of_its_own_attention() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_stage_trains_queries_and_keys_alone(checkpointing: bool, tmp_path: Path) -> None:
-    made = worker.stage_run(tmp_path, worker.section(tmp_path, 3, gradient_checkpointing=checkpointing, **READS))
+    made = worker.stage_run(tmp_path, worker.section(tmp_path, 3, gradient_checkpointing=checkpointing, **worker.READS))
     reading = {name for name, p in made.model.named_parameters() if any(p is q for q in reading_parameters(made.model))}
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
     history = made.run()

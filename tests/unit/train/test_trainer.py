@@ -19,6 +19,7 @@ from surgery.train.checkpoints import checkpoints
 from surgery.train.optimizer import spliced_parameters
 from surgery.train.targets import Targets
 from surgery.train.trainer import StageTrainer
+from tests.support import training_worker as worker
 from tests.support.pico import pico_base, pico_tokenizer
 from tests.unit.train.common import SHAPE, hybrid, moved, plan, weights, without_time
 
@@ -159,3 +160,10 @@ def test_what_the_launch_or_the_call_cannot_train_is_refused_first() -> None:
         made = section(1, **more)
         with pytest.raises(RunError, match=says):
             module.check_launch(made, made, Targets(), kind(cpu=True))
+
+
+def test_texts_of_the_base_are_not_made_up(tmp_path: Path) -> None:
+    texts = {"base_text": 2, "max_tokens": 9, "weights": {"base_kl": 1.0}}
+    made = worker.stage_run(tmp_path, worker.section(tmp_path, 1, sources=[texts]))
+    with pytest.raises(RunError, match=r"train\.sources \(base_text\).*Pass `texts`"):
+        made.run()

@@ -161,11 +161,11 @@ class TestLora:
         of_lora = {"trainable": "lora", "lora": {"rank": 2}}
         stages = [stage("first", trainable=first, lora={"rank": 2}), stage("second", **of_lora)]
         fit(model, section(stages=stages), outputs=tmp_path)
-        saved = {path.name for path in (tmp_path / "adapters").glob("*")}
-        assert saved == {"new_heads": {"second"}, "lora": {"first"}, "all": set()}[first]
+        saved = {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("adapter_config.json")}
+        assert saved == {"new_heads": {"adapters"}, "lora": {"adapters/first"}, "all": set()}[first]
         if first == "new_heads":
             ids = torch.arange(2, 14)[None]
-            loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "adapters" / "second"))
+            loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "adapters"))
             with torch.no_grad():
                 torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 

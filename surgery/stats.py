@@ -26,7 +26,7 @@ def wilson(successes: int, n: int) -> Interval:
 
 
 @lru_cache(maxsize=1)
-def _resampled_counts(prompts: int, seed: int, resamples: int) -> NDArray[np.float64]:
+def resampled_counts(prompts: int, seed: int, resamples: int = 2000) -> NDArray[np.float64]:
     """(R,N) how often each resample draws each prompt. Drawing takes most of the time of an interval."""
     rng = np.random.default_rng(seed)
     return rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples).astype(np.float64)
@@ -39,7 +39,7 @@ def bootstrap_mean(values_CN: NDArray[np.float64], seed: int, resamples: int = 2
         values_CN: one row for each column, such as differences of margins.
     """
     C, N = values_CN.shape
-    means_CR = values_CN @ _resampled_counts(N, seed, resamples).T / N
+    means_CR = values_CN @ resampled_counts(N, seed, resamples).T / N
     low, high = np.percentile(means_CR, [2.5, 97.5], axis=1)
     mean = values_CN.mean(1)
     return [Interval(float(mean[c]), float(low[c]), float(high[c]), N) for c in range(C)]

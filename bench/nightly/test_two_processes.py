@@ -31,7 +31,7 @@ def test_packed_documents_are_those_of_one_process_in_padded_rows(
 ) -> None:
     """Under DDP and under FSDP2, with kernels in plain torch."""
     with_kernels(monkeypatch)
-    one = worker.gradients(tmp_path, sources=[worker.uneven(tmp_path)])
+    one = worker.gradients(tmp_path, **worker.packed(tmp_path))
     assert 0 < relative_distance(launch(tmp_path, case), one) < 1e-5
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from surgery.commands.progress import out
 from surgery.files.atomic import read_json
 from surgery.recipe import Recipe
+from surgery.recipe.export import LAYER_FORMATS
 from surgery.recipe.grid import label_of_values
 from surgery.recipe.methods import UNRANKED
 from surgery.report.results import (
@@ -104,7 +105,7 @@ def _print_memory(estimate: dict[str, Any]) -> None:
     table = Table(show_header=False)
     notes = {
         "optimizer": "two AdamW moments in fp32",
-        "activations": "saved for the backward pass, without fused kernels",
+        "activations": "saved for the backward pass; fused kernels, bf16 and gradient_checkpointing save less",
         "temporaries": "further peak memory, without fused kernels",
     }
     for key, size in estimate["memory"].items():
@@ -119,7 +120,7 @@ def _print_memory(estimate: dict[str, Any]) -> None:
     count, each = (f"{fits['count']} x ", " each") if fits["count"] > 1 else ("", "")
     out.print(f"{count}{fits['gpu']}, {fits['memory_gib']:g} GiB{each}: {verdict}.")
     if not fits["fits"]:
-        out.print("Set a smaller train.micro_batch, or train.precision: bf16.")
+        out.print("Set a smaller train.micro_batch.")
 
 
 def print_model(name: str, config: Any, model: Any) -> None:
@@ -237,7 +238,7 @@ def _print_next(export: Path, example: Mapping[str, Any] | None, recipe: Recipe)
     """Print the commands that use the exported hybrid, with a prompt that it answers."""
     name, form = shlex.quote(str(export)), read_json(export / "export.json").get("format", "transformers")
     # A hybrid with inserted layers is no `transformers` export, and `gguf` needs the place of llama.cpp.
-    same = "" if form == "transformers" else " export.format=nemotron_h"
+    same = " export.format=nemotron_h" if form in LAYER_FORMATS else ""
     lines = [f"generate {name} 'PROMPT'", f"finetune {name} DATA.jsonl{same}", f"publish {name} OWNER/NAME"]
     prompt = example["prompt"].replace("\n", " ") if example is not None else ""
     # `generate` reads \n as a line end, and a dash as an option; other characters could change the terminal

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surgery.stats import bootstrap_mean, holm, mcnemar
+from surgery.stats import bootstrap_mean, holm, mcnemar, resampled_counts
 
 LEVEL = 0.05
-_RESAMPLES = 2000
 Flags = NDArray[np.bool_]
 
 
@@ -31,7 +30,7 @@ def contrast(arm_CN: Flags, reference_CN: Flags, seed: int = 0) -> list[dict[str
         - `p_better` (one-sided, the arm is better) and `p_two_sided`: exact McNemar p-values.
     """
     rows = []
-    differences = bootstrap_mean(arm_CN.astype(float) - reference_CN, seed, _RESAMPLES)
+    differences = bootstrap_mean(arm_CN.astype(float) - reference_CN, seed)
     for difference, arm_N, reference_N in zip(differences, arm_CN, reference_CN, strict=True):
         p_better, p_worse = mcnemar(arm_N, reference_N), mcnemar(reference_N, arm_N)
         row = {"difference": difference.value, "low": difference.low, "high": difference.high}
@@ -80,7 +79,7 @@ def gap_closed(hybrid_N: Flags, control_N: Flags, teacher_N: Flags, seed: int = 
     """
     lead, gain = teacher_N.astype(float) - control_N, hybrid_N.astype(float) - control_N
     N = len(lead)
-    counts_RN = np.random.default_rng(seed).multinomial(N, np.full(N, 1 / N), size=_RESAMPLES)
+    counts_RN = resampled_counts(N, seed)
     leads_R, gains_R = counts_RN @ lead, counts_RN @ gain
     low, high = np.percentile(leads_R, [2.5, 97.5]) / N
     if low <= 0:

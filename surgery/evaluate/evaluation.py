@@ -113,8 +113,8 @@ def mark_seen(summary: dict[str, Any], section: Evaluate, train: Train) -> None:
     for task in section.tasks:
         kept_from, evaluated = task.probe.held_out_from, task.probe.evaluated
         if any(name in kept_from and (half is None or evaluated in (None, half)) for name, half in used):
-            entry = summary[task.result_name]
-            for part in (entry, entry.get("generated")):
+            entry = summary.get(task.result_name)  # a number with scoring perplexity
+            for part in (entry, entry.get("generated")) if isinstance(entry, dict) else ():
                 if part is not None:
                     part["seen"] = True
 

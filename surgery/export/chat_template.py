@@ -44,10 +44,11 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> 
         tokenizer.chat_template = ("{{ bos_token }}" if starts_text else "") + NAMED[name]
     else:
         with reading(FIELD, name, "The file cannot be read. Use a Jinja file in UTF-8.", RecipeError):
-            if not Path(name).exists():
+            file = Path(name).expanduser()
+            if not file.exists():
                 hint = f"No such template. Use {', '.join(NAMED)}, or the path of a Jinja file."
                 raise RecipeError(FIELD, name, hint)
-            tokenizer.chat_template = Path(name).read_text(encoding="utf-8")
+            tokenizer.chat_template = file.read_text(encoding="utf-8")
         if not tokenizer.chat_template.strip():
             raise RecipeError(FIELD, name, "The file is empty. Write a Jinja template into it, or remove the key.")
     try:

@@ -63,7 +63,9 @@ def _check_heads(folder: Path, plan: Plan) -> None:
     if heads.geometry != plan.geometry:
         raise ModelError("heads.json", f"geometry {heads.geometry}", "The heads were located in another model.")
     whole = {graft.site.layer for graft in plan.grafts if graft.unit == "layer"}
-    chosen = {(s.head.layer, s.head.head, s.reads) for s in heads.chosen if s.head.layer not in whole}
+    # A block has a position of its own to read, whatever locating has found for the SSM head.
+    own = "answer_token" if any(graft.form == "block" for graft in plan.grafts) else None
+    chosen = {(s.head.layer, s.head.head, own or s.reads) for s in heads.chosen if s.head.layer not in whole}
     spliced = {
         (graft.site.layer, head, reads)
         for graft in plan.grafts

@@ -113,10 +113,13 @@ def _in_export_precision(model: PreTrainedModel, section: Export) -> PreTrainedM
     exported = copy.deepcopy(model).cpu().eval().requires_grad_(True)
     dtype = getattr(torch, section.dtype)
     for name, parameter in exported.named_parameters():
-        if not bool(parameter.isfinite().all()):
+        cast = parameter.data.to(torch.float32 if stays_in_fp32(exported, name) else dtype)
+        if not bool(cast.isfinite().all()):
             hint = "The weights hold NaN or infinity. Train again with a lower learning rate."
+            if bool(parameter.isfinite().all()):
+                hint = f"A weight is too large for {section.dtype}. Set export.dtype: bfloat16."
             raise ModelError("export", name, hint)
-        parameter.data = parameter.data.to(torch.float32 if stays_in_fp32(exported, name) else dtype)
+        parameter.data = cast
     exported.config.dtype = dtype
     exported.config.use_cache = True
     return exported

@@ -48,7 +48,7 @@ def model_card(
     license_entries, license_text = _license(recipe, plan, base_card)
     data, located_on = recipe.locate.data, f"generated {recipe.locate.probe.label} prompts"
     if data is not None:
-        located_on = f"prompts of {public_name(data.path)}" + (f" and {located_on}" if recipe.locate.generated else "")
+        located_on = f"prompts of {data.public_name}" + (f" and {located_on}" if recipe.locate.generated else "")
     front = {
         **({"library_name": export_format.library} if export_format.library else {}),
         "pipeline_tag": "text-generation",

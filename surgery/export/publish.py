@@ -30,7 +30,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from surgery import __version__
 from surgery.errors import ModelError, SurgeryError
-from surgery.export.files import LOADABLE, sha256_of
+from surgery.export.files import LOADABLE, RECORD, sha256_of
 from surgery.export.verify import check_publishable, known_secrets
 from surgery.files.secret_scan import findings, redacted
 
@@ -236,6 +236,9 @@ class _Hub:
         new = [name for name in self.sums if name not in remote or not self._is_same(name, remote[name])]
         others = [name for name in sorted(remote) if name not in self.sums and name != ".gitattributes"]
         removed = [name for name in others if name.endswith(self.loadable)]
+        if removed and RECORD not in remote:
+            hint = f"It would be removed, and the repository is no export: it has no {RECORD}. Use another name."
+            raise ModelError("repository", f"{self.repo_id} has {removed[0]}", hint)
         return new, removed, [name for name in others if name not in removed]
 
     def _is_same(self, name: str, remote: RepoFile) -> bool:

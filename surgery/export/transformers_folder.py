@@ -31,6 +31,8 @@ from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_
 from surgery.recipe import Base, Export
 from surgery.types import Plan
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
 
 def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
     """Write weights, config, modelling files and tokenizer. Raises ModelError for a file that cannot be shipped."""
@@ -40,6 +42,9 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
         config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
+    if not config.do_sample:  # transformers saves no config with flags that it would not use
+        for flag in _SAMPLING:
+            setattr(config, flag, None)
     model.generation_config = config
     if getattr(model.config, "splice", None):
         model.config.splice_version = SPLICE_VERSION
@@ -145,8 +150,8 @@ def _load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
     with reading("config.json", None, AGAIN), _placeholder_branches(data.get("splice"), trust_remote_code):
         config = load_config(Base(model=str(folder)))
         splice = getattr(config, "splice", None)
-        if not isinstance(splice, list | None) or type(config.vocab_size) is not int or config.vocab_size < 1:
-            raise TypeError(f"splice is not a list, or vocab_size {config.vocab_size} is not a positive integer")
+        if not isinstance(splice, list | None):
+            raise TypeError("splice is not a list")
         return config
 
 

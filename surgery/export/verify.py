@@ -102,6 +102,7 @@ def check_publishable(
         ModelError: the folder does not verify, or holds another file, also a hidden one.
         SurgeryError: a text has a token or a local path. Weights, figures and vocabularies are not searched.
     """
+    folder = Path(folder)
     before = sha256_of(folder / RECORD) if (folder / RECORD).is_file() else None
     report = verify_folder(folder, trust_remote_code, plugins)
     for sentence in report["not_checked"]:

@@ -46,8 +46,9 @@ def local_path(name: str) -> str:
 
     Returns:
         The path of the shipped file, if `name` names one and the current folder has nothing of this name. Otherwise
-        `name`, unchanged.
+        `name`, with `~` expanded.
     """
+    name = os.path.expanduser(name)
     parts = PurePosixPath(name).parts
     if not name or os.path.lexists(name) or os.path.isabs(name) or ".." in parts:
         return name

@@ -133,9 +133,6 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
         if splice.form != "head":
             hint = f"It does not train splice.form: {splice.form}. Remove it, or set splice.form: head."
             raise RecipeError("locate.methods", method, hint)
-        for ranking in ("sharpen", section.options_of(method).candidates_by):
-            if RANKINGS[ranking].name not in section.methods:
-                raise RecipeError("locate.methods", method, f"It needs {RANKINGS[ranking].name}. Add it.")
     if section.fill != "zero" and min(map(len, prompts.batches)) < 2:
         hint = "A batch has a single prompt, so there is no other prompt to take values from. "
         hint += "Change locate.batch_size or locate.examples."

@@ -11,7 +11,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, NemotronHConfig, PreTrainedModel
 
 from surgery.errors import RunError, reading
-from surgery.files.atomic import new_folder, write_json
+from surgery.files.atomic import new_folder, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, mark
 from surgery.models import mamba_ssm_format
@@ -116,4 +116,5 @@ def _copy_config(source: StoredModel, folder: Path, dtype: str | None) -> None:
     if source.folder is not None:
         for file in source.folder.glob("*.py"):
             shutil.copyfile(file, folder / file.name)
-    write_json(folder / "config.json", config)
+    # With Infinity, as transformers 4 wrote time_step_limit; `write_json` refuses it.
+    write_text(folder / "config.json", json.dumps(config, indent=1) + "\n")

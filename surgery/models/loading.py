@@ -94,6 +94,8 @@ def open_checkpoint(base: Base) -> StoredModel:
         if not is_hub_id(model) and not Path(model).is_dir():
             there = "It is a file." if Path(model).is_file() else f"There is no such folder.{_meant(model)}"
             raise ModelError("base.model", model, f"{there} Use a checkpoint folder, or a Hub id.")
+        if not is_hub_id(model) and base.revision is not None:
+            raise ModelError("base.revision", base.revision, f"{model} is a folder, which has none. Remove it.")
         data, revision = _config_of(model, revision)
         check_sizes(data)
         check_splice_version(data)

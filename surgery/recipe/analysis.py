@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from surgery.recipe.base import Base, Teacher
 from surgery.recipe.evaluate import DEFAULT_TASKS, Evaluate
-from surgery.recipe.export import Hardware
 from surgery.recipe.section import Plugins, Positive, Section, Seed
 from surgery.types import HeadId
 
@@ -110,7 +109,6 @@ class AnalysisRecipe(Section):
     teacher: Teacher | None = Field(None, description="Model whose layers `swap` and `swap_one` insert.")
     margin: float = Field(0.05, ge=0, lt=1, description="Largest loss of KV-retrieval accuracy of the minimal model.")
     evaluate: Evaluate = Evaluate()
-    hardware: Hardware = Hardware()
     plugins: Plugins = ()
 
     @model_validator(mode="after")

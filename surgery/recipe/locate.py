@@ -131,7 +131,8 @@ class Locate(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Locate:
-        if self.fill != "zero" and (self.batch_size == 1 or self.examples % self.batch_size == 1):
+        uneven = self.data is None and self.examples % self.batch_size == 1  # of own prompts there may be fewer
+        if self.fill != "zero" and (self.batch_size == 1 or uneven):
             raise ValueError("`fill: mean` and `resample` need two prompts in every batch. Change `batch_size`.")
         if self.search is not None and not any(METHODS[method].ranks for method in self.methods):
             raise ValueError("`search` needs a method that ranks heads, such as ablation or sharpen.")

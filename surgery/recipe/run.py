@@ -130,6 +130,8 @@ class Recipe(Section):
         found = []
         if self.control is not None and not self.has_control:
             found.append("control.model has no effect with `train.control: false`, or if only new heads train")
+        if self.locate.where != "everywhere" and "ablation" not in self.locate.methods:
+            found.append("locate.where has no effect without `ablation` in `locate.methods`")
         copied = self.splice is not None and self.splice.init != "teacher"
         if copied and not any(OBJECTIVES[name].needs_splice for name in self.train.objectives):
             found.append(
@@ -149,6 +151,10 @@ class Recipe(Section):
             optimizer = stage.optimizer
             if stage.distil.cache and "base.logits" in stage.needs and "teacher.logits" not in stage.needs:
                 found.append(f"{name}.distil.cache has no effect without a weight of `distil`")
+            if optimizer.schedule != "wsd" and optimizer.decay != type(optimizer).model_fields["decay"].default:
+                found.append(f"{name}.optimizer.decay has no effect without `schedule: wsd`")
+            if optimizer.schedule == "constant" and optimizer.floor:
+                found.append(f"{name}.optimizer.floor has no effect with `schedule: constant`")
             if optimizer.lora_lr is not None and stage.trainable != "lora":
                 found.append(f"{name}.optimizer.lora_lr has no effect without `trainable: lora`")
             if stage.num_steps <= optimizer.warmup:

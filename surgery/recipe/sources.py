@@ -324,10 +324,11 @@ class Source(Section):
         options = self.probe.options if self.probe is not None else ()
         applies = {
             "max_tokens": self.probe is None or "tokens" in options,
+            "pairs": self.probe is not None and self.probe.pairs is not None,
             "split": "half" in options,
             "train_eos": self.probe is not None and self.probe.newline_ends_answer,
         }
-        for name in ("max_tokens", "questions", "groups", "filler", "value_digits", "split", "train_eos"):
+        for name in ("max_tokens", "pairs", "questions", "groups", "filler", "value_digits", "split", "train_eos"):
             if getattr(self, name) != type(self).model_fields[name].default and not applies.get(name, name in options):
                 hint = ", or set `data.end`" if name == "train_eos" and self.data is not None else ""
                 raise ValueError(f"{self.name} does not use `{name}`: remove it{hint}")

@@ -176,6 +176,9 @@ class Splice(Section):
                 if self.teacher is None
                 else f"`init: {self.init}` does not use `teacher`: remove it, or set `init: teacher`"
             )
+        is_random = self.form == "head" and self.init == "random"
+        if self.random_width != type(self).model_fields["random_width"].default and not is_random:
+            raise ValueError("`random_width` is for `form: head` with `init: random`: remove it")
         if self.min_width is not None and self.init != "ssm":
             hint = "set `random_width` instead" if self.init == "random" else "remove it, or set `init: ssm`"
             raise ValueError(f"`init: {self.init}` does not use `min_width`: {hint}")

@@ -39,7 +39,7 @@ def entries(tree: Mapping[str, Any], path: Place = ()) -> Iterator[tuple[Place, 
             if any(not isinstance(value.get(unit, {}), Mapping) for unit in ("accuracy", "perplexity", "nats")):
                 yield (*path, key), value  # a data set may have such a name: then the value is an entry of its own
             yield from entries(value, (*path, key))
-        elif not path and key.startswith("perplexity"):
+        elif not path and isinstance(value, int | float):  # of a probe whose scoring is perplexity
             yield (key,), {"perplexity": value}
 
 
@@ -247,7 +247,7 @@ def limits_of(recipe: Recipe, results: Mapping[str, Any]) -> tuple[str, ...]:
 
 def own_data(recipe: Recipe) -> list[str]:
     """Public names of the user's data sets and files, sorted."""
-    return sorted({public_name(data.path) for data in recipe.train.own_data})
+    return sorted({data.public_name for data in recipe.train.own_data})
 
 
 def answer_spans_text(counts: Mapping[str, int]) -> str:

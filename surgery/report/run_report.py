@@ -108,7 +108,7 @@ def _operation(recipe: Recipe, plan: Plan, heads: HeadSet | None, results: Mappi
         low, high = recipe.locate.filler
         prompts += f" with {low} to {high} words between key and value"
     if recipe.locate.data is not None:
-        prompts = f"prompts of {public_name(recipe.locate.data.path)}" + (f" and {prompts}" if prompts else "")
+        prompts = f"prompts of {recipe.locate.data.public_name}" + (f" and {prompts}" if prompts else "")
     kind: str = "fine-tuning"
     if splice is not None:
         form = splice.form if splice.form != "head" else None

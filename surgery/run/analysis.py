@@ -30,6 +30,7 @@ from surgery.files.ownership import check_apart, check_replaceable, kind_of, mar
 from surgery.models.alterations import altered
 from surgery.models.loading import check_vocabulary, load_config, load_model, load_tokenizer, revision_of
 from surgery.models.lookup import family_of
+from surgery.models.runtime import run_device
 from surgery.recipe import AnalysisRecipe, Change, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.recipe.public import is_hub_id
@@ -161,11 +162,11 @@ class _Table:
         self.revision = revision_of(recipe.base)
         self.teacher_revision = revision_of(as_base(recipe.teacher, "teacher.model")) if recipe.teacher else ""
         self.prompts = make_prompts(recipe.evaluate, recipe.seed)
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = run_device()
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        return load_model(self.recipe.base).to(self.device)  # type: ignore[arg-type]
+        return load_model(self.recipe.base).to(self.device)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -174,7 +175,7 @@ class _Table:
     @cached_property
     def teacher(self) -> PreTrainedModel:
         assert self.recipe.teacher is not None
-        return load_model(as_base(self.recipe.teacher, "teacher.model")).to(self.device)  # type: ignore[arg-type]
+        return load_model(as_base(self.recipe.teacher, "teacher.model")).to(self.device)
 
     def arm(self, change: Change | None, tick: Callable[[int, int], None]) -> Arm:
         """Evaluate an arm, or read its file from an interrupted analysis."""

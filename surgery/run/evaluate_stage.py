@@ -89,6 +89,7 @@ class EvaluateStage(Stage):
             mark_seen(arms[name].summary, section, recipe.train)
             if name == "hybrid":
                 more["example"] = _example(run, prompts, arms, model)
+            del model  # before the next one is loaded
         _write_results(run, arms, more, began)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from surgery.data.offsets import tokenized
 from surgery.data.own_prompts import own_prompts
 from surgery.errors import PlanError, RecipeError
 from surgery.files.atomic import new_folder, write_json
@@ -24,8 +25,9 @@ from surgery.splice.plan import check_in_range, check_not_spliced
 from surgery.types import HeadId, HeadSet, to_json
 
 # Keys of `splice` that candidates are trained with.
-_BRANCH = ("mode", "init", "random_width", "min_width", "unit", "with_block", "teacher")
+_BRANCH = ("mode", "init", "random_width", "min_width", "unit", "with_block", "teacher", "output")
 _PAGE_PROMPTS = 3  # on the page of the heads
+_PAGE_TOKENS = 512  # of an own prompt there, which has T^2 numbers a head
 
 
 class LocateStage(Stage):
@@ -98,6 +100,7 @@ def write_heads(run: Run, heads: HeadSet) -> None:
     # The best heads have their hidden attention in full on the first prompt; all matrices would make the page large.
     section = run.recipe.locate
     shortest = sorted(_own_prompts(run), key=lambda document: len(document.text))[:_PAGE_PROMPTS]
+    shortest = [d for d in shortest if len(tokenized(run.tokenizer(), [d.text])[0].ids) <= _PAGE_TOKENS]
     first, *others = shortest or located_prompts(run, "sample", _PAGE_PROMPTS, min(16, section.pairs))
     full = dict.fromkeys([s.head for s in heads.chosen] + [s.head for s in heads.heads[:6]])
     specs = family_of(run.base().config).mixers(run.base().config)

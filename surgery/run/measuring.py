@@ -189,7 +189,8 @@ def _place(prober: Prober, screening: Screening, count: int) -> tuple[Format, in
     pairs, ladder = find_pairs(lambda n: prober.share(best, n, count).accuracy)
     above = [n for n in ladder if prober.shares[best, n].above_chance]
     if pairs not in above:  # the accuracy closest to the aim may be that of guesses, with very few pairs
-        pairs = max(above, key=lambda n: ladder[n])
+        pairs = max(above, key=lambda n: ladder[n], default=screening.pairs)  # where the format was found
+        ladder.setdefault(pairs, prober.shares[best, pairs].accuracy)
     return best, pairs, prober.shares[best, pairs], ladder
 
 

@@ -6,6 +6,7 @@ less, are not taken into account.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from surgery.models.lookup import family_of
 from surgery.models.meters import PassCost, measure
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source, Train, TrainStage
+from surgery.train.lora import Adapters
 from surgery.train.micro_batches import StepSplit
 from surgery.train.optimizer import mark_trainable
 from surgery.train.own_inputs import OwnInputs
@@ -130,7 +132,10 @@ def step_cost(
         teacher: the teacher on the meta device, for objectives that need `teacher.*`.
         processes: number of processes that share the documents of a step.
     """
-    stage = section.sequence[number]
+    stage, plain = section.sequence[number], model
+    if stage.trainable == "lora":
+        model = copy.deepcopy(plain)  # stages share it
+        Adapters(model, stage.lora, grafts)
     trained = mark_trainable(model, stage)
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
@@ -150,7 +155,7 @@ def step_cost(
     peak, is_quantized = sum(peaks[i] for i in heaviest), stage.lora.quantization is not None
     saved = min(peak, sum(costs[i].saved for i in heaviest))  # some is freed before the peak
     memory = {
-        "weights": weight_bytes(model, is_quantized),
+        "weights": weight_bytes(plain, is_quantized),
         "gradients": sum(p.nbytes for p in trained),
         "optimizer": sum(p.numel() for p in trained) * MOMENT_BYTES,
         "master_copies": sum(p.numel() for p in trained if p.element_size() < MASTER_BYTES) * MASTER_BYTES,

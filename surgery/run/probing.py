@@ -17,6 +17,7 @@ from surgery.data.ranking import query_batches, ranked
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document
 from surgery.probes.registry import PROBES, Options, Probe, prompts_of
+from surgery.stats import at_least
 
 Say = Callable[[str], None]
 EASY, HARD, AIM = 0.95, 0.60, 0.80  # accuracies between which heads can be told apart, and the one to come close to
@@ -76,9 +77,7 @@ class Share:
     @property
     def above_chance(self) -> bool:
         """Whether guesses would hardly ever be right as often (binomial, p < 0.001)."""
-        from scipy.stats import binom  # slow to import
-
-        return bool(binom.sf(self.right - 1, self.prompts, self.chance) < _BY_CHANCE)
+        return at_least(self.right, self.prompts, self.chance) < _BY_CHANCE
 
     def __str__(self) -> str:
         return f"{two_digits(self.accuracy)} of {self.prompts} prompts"

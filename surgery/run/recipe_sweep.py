@@ -64,6 +64,7 @@ def run_sweep(
             with naming(_values_of(grid, recipe)):
                 check_inputs(run)
             previous = run
+        del run, previous  # they hold the base
         if is_main:
             folder.mkdir(parents=True, exist_ok=True)
             mark(folder, "sweep")

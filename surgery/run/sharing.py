@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from surgery.errors import RunError, reading
+from pydantic import ValidationError
+
 from surgery.files.atomic import copy_entry, delete, read_json
 from surgery.locate.selection import can_choose_again, choose_again
 from surgery.models.lookup import family_of
@@ -83,7 +84,9 @@ def _measured(run: Run) -> Iterator[tuple[Path, Splice]]:
         theirs = read_mapping(folder / "recipe.yaml").get("splice")
         if splice is None or not isinstance(theirs, dict):
             continue
-        with reading(str(folder / "recipe.yaml"), None, "Run the sweep with --overwrite.", RunError):
+        try:
             measured = Splice.model_validate(theirs)
+        except ValidationError:  # of an earlier sweep, with a plugin or keys that this one lacks
+            continue
         if can_choose_again(measured, splice, run.recipe.locate):
             yield folder, measured

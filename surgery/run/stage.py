@@ -111,9 +111,9 @@ class Stage:
             parts["data revision"] = run.data_revision
         if settings.plugins:
             parts["plugins"] = {name: _plugin_revision(name) for name in settings.plugins}
-        if {"locate", "locate.pairs"} & parts.keys() and run.prompts_revision:
-            parts["prompts revision"] = run.prompts_revision
         parts |= self.depends_on(settings, values)
+        if {"locate", "locate.pairs", "state"} & parts.keys() and run.prompts_revision:
+            parts["prompts revision"] = run.prompts_revision
         names = self.inputs(settings)
         hashes = {name: digest(run.folder / name) if inputs is None else inputs.get(name, "") for name in names}
         return fingerprint([self.name, self.version, run.revision, parts, hashes])

@@ -16,6 +16,7 @@ from surgery.errors import PlanError, RecipeError
 from surgery.evaluate.evaluation import held_out_documents
 from surgery.files.atomic import delete, new_folder, write_json
 from surgery.models.config_checks import check_unquantized
+from surgery.models.inserted import has_inserted
 from surgery.models.loading import check_finite, check_vocabulary, has_tokenizer, load_config, load_tokenizer
 from surgery.models.sizes import meta_model
 from surgery.models.spliced import plan_of_hybrid
@@ -70,6 +71,9 @@ class TrainStage(Stage):
             check_unquantized(run.config)
             plan_of_hybrid(run.config, recipe.base.model)
         for stage in recipe.train.sequence:
+            if stage.trainable == "spliced_layers" and has_inserted(run.config):
+                hint = "The attention of this hybrid is in layers of its own. Set all or new_heads."
+                raise RecipeError("train.trainable", stage.trainable, hint)
             if stage.trainable == "lora":
                 adapter_targets(meta_model(run.config, recipe.base.trust_remote_code), stage.lora)
 
@@ -248,6 +252,7 @@ class Watch:
     def __init__(self, run: Run, model: PreTrainedModel, section: Train) -> None:
         self.run, self.model, self.section = run, model, section
         self.accuracy, self.num_steps = "", 0
+        self.precision = precision_of(section, model)  # in training, the weights of a half base are fp32
         self.prompts = located_prompts(run, "watch", _WATCHED, run.recipe.locate.pairs)
         self._recent: list[tuple[float, float]] = []
 
@@ -256,7 +261,7 @@ class Watch:
         self.num_steps += 1
         if section.check_every and step % section.check_every == 0 and self.run.accelerator.is_main_process:
             self.model.eval()
-            with autocast(precision_of(section, self.model), self.run.accelerator):  # as in training
+            with autocast(self.precision, self.run.accelerator):
                 scores = answer_choices(self.model, self.run.tokenizer(), self.prompts, recipe.evaluate.batch_size)
             self.model.train()
             self.accuracy = f", KV {scores.correct.float().mean():.2f}"

@@ -17,6 +17,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.models.registry import families
 from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.recipe import Splice
+from surgery.recipe.public import public_name
 from surgery.splice.insertion import check_counts, check_inserts
 from surgery.splice.source import PlanSource
 from surgery.splice.travel import check_travels
@@ -78,7 +79,7 @@ def make_plan(
     if teacher is not None and teacher.hidden_size != config.hidden_size:
         value = f"hidden size {teacher.hidden_size}, but the base's is {config.hidden_size}"
         raise PlanError("splice.teacher.model", value, "Use a teacher of the same hidden size.")
-    name = splice.teacher.model if splice.teacher else ""
+    name = public_name(splice.teacher.model) if splice.teacher else ""  # published with the plan
     return Plan(head_set.model, geometry, grafts, seed, name, splice)
 
 

@@ -3,7 +3,7 @@
 `pack` puts the documents of a batch into fewer rows. `separate_documents` keeps them separate in a forward pass: scans
 get `seq_idx`, which the kernels of mamba_ssm and causal_conv1d take, and our scans in PyTorch inside `torch_scans`;
 attention gets positions that restart at each document. `packing_fault` tests whether a model keeps documents separate.
-`trimmed` and `of_tokens` select from a batch.
+`trimmed` selects from a batch.
 
 Shape legend: B rows, T tokens.
 """
@@ -175,7 +175,6 @@ def _leaks(model: nn.Module) -> bool:
     logits_by_shift = []
     for shift in (0, 1):
         with (
-            torch.autocast(parameter.device.type, enabled=False),  # it would round more than a leak may change
             torch.random.fork_rng(devices),
             separate_documents(model, second_BT.int()),
         ):
@@ -198,20 +197,3 @@ def trimmed(batch: EncodedBatch) -> EncodedBatch:
     }
     cut = {name: getattr(batch, name)[:, :width] for name, width in widths.items() if getattr(batch, name) is not None}
     return replace(batch, **cut)
-
-
-def of_tokens(batch: EncodedBatch, keep_BT: Tensor) -> EncodedBatch:
-    """Treat all other tokens as padding: they have no answers, questions and reads."""
-
-    def kept(name: str, places_BX: Tensor) -> Tensor:
-        there = keep_BT.gather(1, places_BX.clamp(min=0))
-        values = getattr(batch, name)
-        return values.where(there.view(*there.shape, *[1] * (values.ndim - 2)), -1)
-
-    return replace(
-        batch,
-        attention_mask=batch.attention_mask * keep_BT,
-        answers=batch.answers & keep_BT,
-        **{name: kept(name, batch.query) for name in (*_QUESTIONS, *_VALUES)},
-        **{name: kept(name, batch.read_query) for name in _READS},
-    )

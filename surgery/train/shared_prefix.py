@@ -29,7 +29,7 @@ def share_weights(model: nn.Module, base: nn.Module) -> None:
     """Store frozen parameters that are equal in both models once, in the model's memory, until `unshare_bases`."""
     base_parameters = dict(base.named_parameters())
     for name, parameter in model.named_parameters():
-        other = base_parameters.get(name)
+        other = base_parameters.get(name.replace(".base_layer", ""))  # of a layer with an adapter
         if other is None or parameter.requires_grad or other.data_ptr() == parameter.data_ptr():
             continue
         alike = (other.shape, other.dtype, other.device) == (parameter.shape, parameter.dtype, parameter.device)

@@ -22,7 +22,7 @@ from surgery.train.losses import LogitRows, answer_rows, rows_at_queries
 from surgery.train.micro_batches import Counts
 from surgery.train.objectives import ObjectiveInputs, Outputs
 from surgery.train.own_inputs import OwnInputs
-from surgery.train.packing import of_tokens, separate_documents
+from surgery.train.packing import separate_documents
 from surgery.train.shared_prefix import SharedPrefix
 from surgery.train.teacher import Teacher, layer_outputs
 from surgery.types import Graft
@@ -51,7 +51,7 @@ class Targets:
         On the CPU, if the batch is there: then no GPU has to be waited for. None for all tokens.
         """
         names = {name for source in sources.values() for name in source.weights.at(0.5)}
-        if any(objective.reads_logits == "all" for objective in self._objectives(names)):
+        if any(objective.reads_logits == "all" for objective in self.objectives(names)):
             return None
         return answer_rows(batch)
 
@@ -78,7 +78,7 @@ class Targets:
             The sum over the sources, by objective.
         """
         weights = {index: source.weights.at(progress) for index, source in sources.items()}
-        objectives = self._objectives(dict.fromkeys(name for names in weights.values() for name in names))
+        objectives = self.objectives(dict.fromkeys(name for names in weights.values() for name in names))
         needs = needs_of(objective.name for objective in objectives)
         base, skips_prefix = self._of_base(batch, needs)
         own = nullcontext() if self.own_inputs is None else self.own_inputs.running()
@@ -98,7 +98,7 @@ class Targets:
             losses["none"] = apart.zero() if apart is not None and apart.is_sharded else output.logits.sum() * 0
         return losses
 
-    def _objectives(self, names: Iterable[str]) -> list[Any]:
+    def objectives(self, names: Iterable[str]) -> list[Any]:
         """Return the objectives of these names. Without spliced heads, those that need them are left out."""
         return [OBJECTIVES[name] for name in names if self.grafts or not OBJECTIVES[name].needs_splice]
 
@@ -108,7 +108,7 @@ class Targets:
             return Outputs(), nullcontext()
         assert self.base is not None
         with torch.no_grad(), separate_documents(self.base, batch.documents):
-            if self.prefix is not None:
+            if self.prefix is not None and "model.hidden_states" not in needs:  # those below would be missing
                 return Outputs(self.prefix.base_logits(batch.input_ids, batch.attention_mask)), self.prefix.skipped()
             output = self.base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
             return Outputs(output.logits), nullcontext()
@@ -152,8 +152,7 @@ def _weighted(objective: Any, inputs: ObjectiveInputs, factors: Mapping[int, flo
         assert inputs.batch.sources is not None
         table = torch.tensor([factors.get(index, 0.0) for index in range(max(factors) + 1)])
         weights = table.to(inputs.batch.sources.device, non_blocking=True)[inputs.batch.sources]
-        batch = of_tokens(inputs.batch, weights != 0) if 0.0 in factors.values() else inputs.batch
-        inputs = replace(inputs, batch=batch, weights=weights)
+        inputs = replace(inputs, weights=weights)
     with plugin_errors(f"objective {objective.name}", objective):
         loss = objective.loss(inputs)
     if not isinstance(loss, Tensor) or loss.ndim:

@@ -241,7 +241,8 @@ class StageTrainer:
             models["the frozen base"] = self.targets.base
         if self.targets.teacher is not None:
             models["the teacher"] = self.targets.teacher.model
-        fault = "not supported with torch.compile" if self.section.compile else packing_fault(models)
+        with autocast(self.precision, self.accelerator):  # trained weights are fp32, frozen ones may be bf16
+            fault = "not supported with torch.compile" if self.section.compile else packing_fault(models)
         if fault is not None and self.accelerator.is_main_process:
             _LOG.warning("train.packing: every document of %s has its own padded row (%s)", self.stage.name, fault)
         return fault is None
@@ -260,10 +261,14 @@ class StageTrainer:
             while (sums := self._run_passes(micro_batches, counts, progress, step)) is None:
                 self.optimizer.zero_grad()
                 release_memory()
-        names = sorted({name for source in sources for name in source.weights.at(progress)} & set(sums))
+        weighted = dict.fromkeys(name for source in sources for name in source.weights.at(progress))
+        # The same on all processes, some of which may have no documents of a source.
+        names = sorted(objective.name for objective in self.targets.objectives(weighted))
+        zero = torch.zeros((), device=accelerator.device)
         tokens = sum(float(part.batch.attention_mask.sum()) for part in micro_batches if part.real)
         tokens_of_all = torch.full((), tokens * accelerator.num_processes, device=accelerator.device)
-        means = accelerator.reduce(torch.stack([*(sums[name].float() for name in names), tokens_of_all]), "mean")
+        found = torch.stack([*(sums.get(name, zero).float() for name in names), tokens_of_all])
+        means = accelerator.reduce(found, "mean")
         norm = accelerator.clip_grad_norm_(trainable_parameters(model), self.stage.optimizer.max_grad_norm)
         return names, torch.cat([means, full(torch.as_tensor(norm)).detach().reshape(1).to(means)])
 
@@ -345,9 +350,6 @@ def check_launch(section: Train, stage: TrainStage, targets: Targets, accelerato
         hint = "Weights of 4 bits are not sharded. Launch with recipes/accelerate/ddp.yaml, or set it to null."
         raise RunError("train.lora.quantization", stage.lora.quantization, hint)
     for source in stage.sources:
-        if source.rows is not None and source.rows < accelerator.num_processes:
-            hint = f"Set at least one row for each of the {accelerator.num_processes} processes."
-            raise RunError(f"{source.field}.rows", source.rows, hint)
         for name in source.weights.at(0.5):
             if "base.logits" in OBJECTIVES[name].needs and targets.base is None:
                 raise RunError(f"{source.field}.weights", name, "It compares with the frozen base. Pass `base`.")

@@ -22,6 +22,7 @@ from surgery.train.logits_cache import LogitsCache
 from surgery.train.numerics import precision_of
 from surgery.train.optimizer import base_size
 from surgery.train.quantization import quantization_of, quantized, resume_unquantized
+from surgery.train.shared_prefix import unshare_bases
 from surgery.train.targets import Targets
 from surgery.train.teacher import Teacher, check_tokenizers
 from surgery.train.tracking import tracked
@@ -154,6 +155,7 @@ def train_model(
                         several = sum(stage.trainable == "lora" for stage in stages) > 1
                         adapters = outputs / ADAPTERS / (stage.name if several else "")
                         trainer.adapters.save(adapters, str(model.name_or_path))
+                    unshare_bases(model)  # merging changes weights in place
                     trainer.adapters.merge(unquantized)  # the next stage and the export need a plain model
             for name, parameter in model.named_parameters():
                 parameter.data = parameter.data.to(dtypes[name])

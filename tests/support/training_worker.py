@@ -90,6 +90,12 @@ def uneven(folder: Path) -> dict[str, Any]:
     return {"data": data, "rows": 12, "weights": {"answer": 1.0, "base_kl": 0.5}}
 
 
+def packed(folder: Path) -> dict[str, Any]:
+    """Sources that share rows. The second one has a document for one of two processes."""
+    few = {"task": "sentence", "tokens": 8, "weights": {"base_kl": 1.0, "lm": 0.5}}
+    return {"sources": [{**uneven(folder), "weights": {"answer": 1.0, "base_kl": 0.5}}, few]}
+
+
 def section(folder: Path, steps: int, **more: Any) -> Train:
     optimizer = {"warmup": 1, "lr": 1e-3, "new_heads_lr": 1e-2, "weight_decay": 0.1}
     sources = [KV, TEXT, lines(folder)]
@@ -110,12 +116,13 @@ def shard() -> None:
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
 
-def stage_run(folder: Path, train: Train, double: bool = False, on_step: Any = None) -> StageTrainer:
-    """A hybrid of two layers with one spliced head, on what `section` says; checkpoints go to FOLDER/steps."""
-    model, base = pico_hybrid([pico_site(1)], **SHAPE), pico_base(**SHAPE)
+def stage_run(folder: Path, train: Train, double: bool = False, on_step: Any = None, layers: int = 2) -> StageTrainer:
+    """A hybrid with one spliced head in its last layer, on what `section` says; checkpoints go to FOLDER/steps."""
+    shape = {**SHAPE, "layers": layers}
+    model, base = pico_hybrid([pico_site(layers - 1)], **shape), pico_base(**shape)
     if double:
         model, base = model.double(), base.double()
-    site = family_of(base.config).mixers(base.config)[1]
+    site = family_of(base.config).mixers(base.config)[-1]
     graft = Graft(site, (2,), "add", "ssm", ("segment_end",))
     targets = Targets(base=base, grafts=(graft,))
     steps = folder / "steps"
@@ -192,7 +199,7 @@ def main() -> None:
     elif case.endswith("packed"):
         with pytest.MonkeyPatch.context() as patch:
             with_kernels(patch)
-            found = gradients(folder, sources=[uneven(folder)], packing=True)
+            found = gradients(folder, **packed(folder), packing=True)
     elif case == "losses":
         found = {
             name: torch.tensor([h[name] for h in losses(folder)])

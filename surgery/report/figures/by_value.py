@@ -120,7 +120,7 @@ def tasks_by_part(
 
 def _label(task: str, chance: Mapping[str, float]) -> str:
     """Title of a task's panel."""
-    name = PROBES[task].label if task in PROBES else task.replace("_", " ")
+    name = PROBES[task].short_label if task in PROBES else task.replace("_", " ")
     kind = "knowledge" if task in PROBES and PROBES[task].knowledge else "retrieval"
     return f"{name} ({kind}" + (f"; chance {chance[task]:.2f})" if task in chance else ")")
 

@@ -128,6 +128,13 @@ def test_what_another_export_left_goes_and_other_files_stay(call: Caller) -> Non
     assert call.hub.files(NAME) == {**contents(call.folder), "notes.txt": b"mine"}
 
 
+def test_weights_of_what_is_no_export_stay(call: Caller) -> None:
+    """A slip of the name: another model lies there."""
+    call.hub.create(NAME, private=True)
+    call.hub.repositories[NAME].add("main", "theirs", {"pytorch_model.bin": Blob(b"theirs", False)})
+    assert "pytorch_model.bin" in call.refused() and call.hub.files(NAME) == {"pytorch_model.bin": b"theirs"}
+
+
 def test_a_pull_request_leaves_main_alone_and_is_not_made_twice(call: Caller) -> None:
     done = call(pull_request=True, message="A better one")
     repository = call.hub.repositories[NAME]

@@ -42,6 +42,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: Path) -> P
     return root
 
 
+def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_path("~/model") == str(tmp_path / "model")
+
+
 class TestNames:
     def test_an_installed_package_is_read_first(self, installed: Path) -> None:
         assert find_recipe("quickstart") == installed / "recipes" / "quickstart.yaml"

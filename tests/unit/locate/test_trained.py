@@ -83,9 +83,6 @@ def test_what_it_cannot_do_is_refused(calls: list[Candidates]) -> None:
     llama, section = pico_family("llama", vocab_size=1024), Locate(methods=(NAME,), **PROMPTS)
     with pytest.raises(PlanError, match=r"locate.methods: tried. .* no head of this model can be spliced"):
         locate_heads(llama, pico_tokenizer(), section, Splice(select=NAME), any_accuracy=True)
-    with pytest.raises(RecipeError, match=r"locate.methods: tried. It needs sharpen. Add it"):
-        unread = section.model_copy(update={"methods": (NAME,)})
-        locate_heads(pico_base(vocab_size=1024), pico_tokenizer(), unread, Splice(select=NAME))
     teacher = {"select": "sharpen", "init": "teacher", "teacher": {"model": "teacher"}}
     for splice, words, in_recipe in (
         (teacher, "It cannot train copies of a teacher", "tried cannot train copies of a teacher"),

@@ -215,6 +215,7 @@ def test_a_revision_may_follow_the_id_and_an_address_is_no_id() -> None:
     ):
         with pytest.raises(ModelError, match=says):
             source_of(model, revision)
+    assert_refused(BASE, "base.revision: v2", "which has none", load=load_config, revision="v2")
 
 
 def test_the_chat_template_is_part_of_the_revision(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from surgery.report.results import entries, label_of, rows_of, skipped_of_lm_eva
 def test_held_out_data_may_have_any_name() -> None:
     for name in ("accuracy", "perplexity", "nats", "mine"):
         answers: dict[str, Any] = {"accuracy": 0.5, "n": 2, "loss": {"nats": 1.0}}
-        arm = {"closed_book": {"accuracy": 0.7}, "perplexity": 2.0, "held_out": {name: answers}}
+        arm = {"closed_book": {"accuracy": 0.7}, "perplexity": 2.0, "prose": 3.0, "held_out": {name: answers}}
         assert list(entries(arm)) == [
             (("held_out", name), answers),
             (("held_out", name, "loss"), answers["loss"]),
             (("closed_book",), arm["closed_book"]),
             (("perplexity",), {"perplexity": 2.0}),
+            (("prose",), {"perplexity": 3.0}),
         ]
 
 

@@ -72,6 +72,7 @@ def test_saved_bytes_agree_with_training() -> None:
     for name, objective, trainable in (
         ("mamba2", "supervised", "all"),
         ("mamba2", "lm and base_kl", "new_heads"),
+        ("mamba2", "answer", "lora"),
         ("mamba", "answer", "all"),
         ("zamba2", "answer", "all"),
     ):

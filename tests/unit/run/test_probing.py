@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -80,6 +82,19 @@ def test_a_random_model_is_tried_with_fewer_pairs_and_found_at_chance() -> None:
     assert result.best is None and result.pairs == 3 and len(said) == 2
     result = screen(Prober(model, pico_tokenizer(), 16, lambda line: None, context=10), 4, (ADJACENT,))
     assert result.shares == {} and "context of 10" in result.unusable[ADJACENT]
+
+
+def test_a_format_that_is_answered_with_few_pairs_alone_is_located_with_them() -> None:
+    right = {8: 0.15, 4: 0.45, 3: 0.55, 2: 0.7}
+
+    def share(form: Format, pairs: int, count: int) -> Share:
+        made = prober.shares[form, pairs] = Share(round(right[pairs] * count), count, 1 / pairs)
+        return made
+
+    prober: Any = SimpleNamespace(shares={}, share=share)
+    screening = Screening({ADJACENT: share(ADJACENT, 3, 64)}, 3, {})
+    form, pairs, found, ladder = measuring._place(prober, screening, 32)
+    assert (form, pairs, found) == (ADJACENT, 3, Share(35, 64, 1 / 3)) and set(ladder) == set(right)
 
 
 def test_the_batch_grows_while_that_is_faster_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:

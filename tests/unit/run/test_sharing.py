@@ -95,6 +95,15 @@ def test_what_is_not_the_same_or_not_finished_is_not_taken(tmp_path: Path) -> No
     assert control.outputs(made) == () and find_origin(new, control, control.key(new)) is None
 
 
+def test_a_run_that_this_sweep_cannot_read_is_passed_over(tmp_path: Path) -> None:
+    made, stage = recipe(**SHARPEN, num_heads=1), BY_NAME["locate"]
+    finish(run(tmp_path / "a", made), stage)
+    text = (tmp_path / "a" / "recipe.yaml").read_text().replace("select: sharpen", "select: of_a_plugin")
+    (tmp_path / "a" / "recipe.yaml").write_text(text)
+    new = run(tmp_path / "b", recipe(num_heads=1), tmp_path / "a")
+    assert "of_a_plugin" in text and find_origin(new, stage, stage.key(new)) is None
+
+
 def test_heads_are_chosen_again_only_where_nothing_new_is_measured(tmp_path: Path) -> None:
     stage, ablation = BY_NAME["locate"], {"select": "ablation"}
     for number, (measured, wanted, locate, again) in enumerate((

@@ -56,6 +56,7 @@ def test_what_runs_again_after_a_change(tmp_path: Path) -> None:
         (cut, ("splice.state_size=2",), "plan splice control export"),
         (cut, ("locate.examples=9",), "locate splice control export"),
         (cut, ("locate.data={path: x.jsonl, columns: {answer_span: auto}}",), "locate splice control evaluate export"),
+        (cut, {"prompts_revision": "other"}, "locate splice control evaluate export"),
         (cut, ("splice.num_heads=2",), "locate plan splice export"),  # one control for any number of heads
         (("splice.min_width=null",), ("splice.min_width=32",), "plan splice export"),
         ((), {"data_revision": "other"}, "train control evaluate export"),
@@ -81,8 +82,14 @@ def test_what_runs_again_after_a_change(tmp_path: Path) -> None:
 def test_a_locating_method_that_trains_depends_on_the_branch(tmp_path: Path) -> None:
     with training_method():
         given = ("locate.methods=[patching,tried]", "splice.min_width=null")
-        keys = [keys_of(load_recipe(RECIPE, [*given, *more]), {}, tmp_path) for more in ((), ("splice.min_width=64",))]
-    assert [name for name in keys[0] if keys[0][name] != keys[1][name]] == ["locate", "plan", "splice", "export"]
+        for more in ("splice.min_width=64", "splice.output=copy"):
+            keys = [keys_of(load_recipe(RECIPE, [*given, *change]), {}, tmp_path) for change in ((), (more,))]
+            assert [name for name in keys[0] if keys[0][name] != keys[1][name]] == [
+                "locate",
+                "plan",
+                "splice",
+                "export",
+            ]
 
 
 def test_keys_know_the_code_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,9 @@ def test_held_out_accuracy_is_measured_every_so_often(monkeypatch: pytest.Monkey
 def test_new_heads_in_fp32_in_a_model_in_half_precision() -> None:
     """As during training, when the weights that train are fp32."""
     watch, seen = watched(check_every=1, steps=4, sources=[SOURCE])
-    watch.model = pico_hybrid([pico_site(0)], vocab_size=len(pico_tokenizer()), layers=1).to(torch.bfloat16)
-    for parameter in spliced_parameters(watch.model):
+    model = pico_hybrid([pico_site(0)], vocab_size=len(pico_tokenizer()), layers=1).to(torch.bfloat16)
+    watch = Watch(watch.run, model, watch.section)
+    for parameter in spliced_parameters(model):
         parameter.data = parameter.data.float()
     watch(1, [LOSSES])
     assert ", KV " in seen[0][1]

@@ -114,12 +114,12 @@ class TestDonors:
 
     def _plan(self, donors: dict[str, str], **more: Any) -> Plan:
         given = {"select": "list", "heads": ("L1H0", "L1H2"), "init": "teacher", "mode": "replace", **more}
-        section = Splice.model_validate({**given, "teacher": {"model": "t", "donors": donors}})
+        section = Splice.model_validate({**given, "teacher": {"model": "/home/t", "donors": donors}})
         return make_plan(chosen("L1H0", "L1H2", config=self.BASE), self.BASE, section, 0, self.TEACHER)
 
     def test_a_key_that_is_no_chosen_head_is_refused(self) -> None:
-        (graft,) = self._plan({"L1H2": "L2H0"}).grafts
-        assert graft.donors == ("L1H0", "L2H0")
+        plan = self._plan({"L1H2": "L2H0"})
+        assert plan.grafts[0].donors == ("L1H0", "L2H0") and plan.teacher == "t", "no path is published"
         with pytest.raises(PlanError, match=r"^splice\.teacher\.donors: L1H3\. It is not in splice\.heads"):
             self._plan({"L1H3": "L2H0"})
 

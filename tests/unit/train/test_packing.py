@@ -166,6 +166,25 @@ def test_a_step_in_our_scans(control: bool, tmp_path: Path, monkeypatch: pytest.
     check_same(lambda packing: section(tmp_path, *weights, packing=packing), monkeypatch, control=control)
 
 
+@pytest.mark.parametrize("trainable", ["all", "new_heads", "lora"])
+def test_a_base_in_half_precision_packs(trainable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trains is in fp32, what does not in bf16."""
+    with_kernels(monkeypatch)
+    made = trainer(section(tmp_path, trainable=trainable, packing=True))
+    made.model.bfloat16()
+    made.targets.base.bfloat16()
+    made.prepare()
+    assert made.split.packing
+
+
+def test_a_weight_that_ends_does_not_leave_logits_on_disk_behind(tmp_path: Path) -> None:
+    """Its source keeps its tokens, of which the cache has logits."""
+    sources = [own(tmp_path, {"distil": [1.0, 0.0]}), own(tmp_path, {"distil": 1.0})]
+    given = {"sources": sources, "steps": 2, "teacher": {"model": "x"}, "distil": {"top_k": 5, "cache": True}}
+    made = trainer(Train.model_validate(given), cache=LogitsCache(tmp_path / "cache", {"teacher": "x"}))
+    assert len(made.run()) == 2
+
+
 class TestWhereItIsRefused:
     def test_the_padded_step_is_taken_and_said(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgery.recipe import Train
+from surgery.recipe import Align, Lora, Train
+from surgery.train.lora import Adapters
 from surgery.train.shared_prefix import SharedPrefix, share_weights
+from surgery.train.teacher import Teacher
 from tests.support import training_worker as worker
-from tests.support.pico import pico_base, pico_family
+from tests.support.pico import pico_base, pico_family, pico_tokenizer
 from tests.unit.train.common import SHAPE, fit, hybrid, moved, weights
 
 
@@ -83,6 +86,23 @@ def test_equal_frozen_weights_are_one() -> None:
         found = {name for name, p in frozen.named_parameters() if p.data_ptr() != mine[name].data_ptr()}
         assert found == apart
     assert SharedPrefix.of(model, base) is not None and SharedPrefix.of(model, other) is None
+    Adapters(model, Lora(targets=("in_proj",)))
+    share_weights(model, frozen := pico_base(**SHAPE))
+    mine = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
+    assert all(p.data_ptr() == mine[name].data_ptr() for name, p in frozen.named_parameters())
+
+
+def test_hidden_states_are_those_of_layers_that_ran(tmp_path: Path) -> None:
+    """The first loss is the same, whether the layers below are frozen or not."""
+    found, base = [], pico_base(**{**SHAPE, "layers": 4})
+    sources = [{**worker.TEXT, "weights": {"hidden_mse": 1.0, "base_kl": 1.0}}]
+    for trainable in ("all", "new_heads"):
+        given = {"trainable": trainable, "sources": sources, "teacher": {"model": "x"}}
+        made = worker.stage_run(tmp_path / trainable, worker.section(tmp_path, 1, **given), layers=4)
+        teacher = Teacher(base, pico_tokenizer(), made.model.config, made.targets.grafts, Align(), made.section.needs)
+        made.targets = replace(made.targets, teacher=teacher)
+        found.append(made.run()[0]["hidden_mse"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_families_whose_blocks_put_out_other_things() -> None:

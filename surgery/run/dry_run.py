@@ -87,14 +87,13 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
     if recipe.splice is not None:
         locating = str(locate_memory(PromptBatches(plain, tokenizer, recipe.locate, recipe.seed)))
     processes = recipe.hardware.count
-    costs, trainable = [], 0
+    costs = []
     for number, stage in enumerate(recipe.train.sequence):
         samples = sample_sources(stage, recipe.seed, tokenizer, processes, recipe.train.micro_batch)
         frozen = plain if "base.logits" in stage.needs else None
         teacher = _teacher(recipe, stage, tokenizer, hybrid.config, plan, path) if stage.needs_teacher else None
         cost = step_cost(hybrid, frozen, plan.grafts, recipe.train, samples, number, teacher, processes)
         costs.append((stage, samples, cost))
-        trainable = max(trainable, sum(p.numel() for p in hybrid.parameters() if p.requires_grad))
     return {
         "shapes_from": shapes_from,
         "notes": recipe.notes,
@@ -104,7 +103,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "parameters": after.parameters,
         "base_parameters": before.parameters if recipe.splice is not None else None,
         "new_parameters": after.new_parameters,
-        "trainable_parameters": trainable,
+        "trainable_parameters": max(cost.trained for _, _, cost in costs),
         "learning_rates": learning_rates_text(recipe.train.at_size(before.base_parameters)),
         "cache": caches,
         "locating": locating,

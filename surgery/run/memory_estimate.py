@@ -97,12 +97,14 @@ class StepCost:
         largest: index of the source whose documents need the most memory.
         flops: FLOPs of matrix products, convolutions and attention, including backward pass, frozen base and teacher.
         tokens: mean number of tokens, without padding.
+        trained: number of parameters that train.
     """
 
     memory: dict[str, int]
     largest: int
     flops: float
     tokens: float
+    trained: int
 
     @property
     def total(self) -> int:
@@ -168,7 +170,8 @@ def step_cost(
         cost.flops * sample.columns * sample.rows / sample.batch.input_ids.numel()
         for cost, sample in zip(costs, samples, strict=True)
     )
-    return StepCost(memory, peaks.index(max(peaks)), flops, sum(sample.tokens for sample in samples))
+    tokens = sum(sample.tokens for sample in samples)
+    return StepCost(memory, peaks.index(max(peaks)), flops, tokens, sum(p.numel() for p in trained))
 
 
 def weight_bytes(model: PreTrainedModel, is_quantized: bool = False) -> int:

@@ -77,8 +77,9 @@ def test_saved_bytes_agree_with_training() -> None:
         ("zamba2", "answer", "all"),
     ):
         asked = section(OBJECTIVES[objective], trainable)
-        found, real = estimated(name, asked).memory["activations"], really_saved(name, asked)
-        assert found == pytest.approx(real, rel=CLOSE), (name, objective, trainable)
+        cost, real = estimated(name, asked), really_saved(name, asked)
+        assert cost.memory["activations"] == pytest.approx(real, rel=CLOSE), (name, objective, trainable)
+        assert cost.memory["optimizer"] == 8 * cost.trained, "two moments of 4 bytes"
 
 
 def test_saved_bytes_agree_with_a_teacher(tmp_path: Path) -> None:

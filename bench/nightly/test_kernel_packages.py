@@ -1,6 +1,6 @@
 """With mamba_ssm and causal_conv1d importable, what runs on a CPU gives the bits that it gives without them.
 
-Stand-ins for the packages raise for every tensor that is not on a CUDA device (`tests/support/kernel_packages`).
+Stand-ins for the packages raise for every tensor that is not on a CUDA device (`bench/nightly/kernel_packages`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from surgery.export.transformers_folder import compare_with_model
 from tests.integration.conftest import RECIPE, ROOT, SMALL, with_path
 from tests.support.pico import pico_family, pico_tokenizer
 
-STAND_INS = ROOT / "tests" / "support" / "kernel_packages"
+STAND_INS = ROOT / "bench" / "nightly" / "kernel_packages"
 TIMED = ("efficiency", "seconds", "versions", "machine")
 ANSWER = """
 import hashlib, sys

@@ -27,20 +27,6 @@ def change(file: Path, **fields: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def test_values_of_a_recipe(tmp_path: Path) -> None:
-    values = {
-        ("train.stepz=3",): ("train.stepz", "Unknown key", "Did you mean train.steps?"),
-        ("splice.num_heads=99",): ("splice.num_heads", "99", "32 heads"),
-        ("splice.state_size=32",): ("splice.state_size: 32.", "The model's state has 32 channels", "smaller number"),
-        ("locate.pairs=200",): ("locate.pairs", "200", "100"),
-        ("locate.methods=[ablation]", "splice.select=ablation"): ("Add sharpen",),
-        ("base.model=no/such/folder",): ("base.model", "no/such/folder", "no such folder"),
-        ("--from", "train", "--to", "splice"): ("--to", "splice", "before train"),
-        ("--to", "lunch"): ("--to", "lunch", "locate"),
-    }
-    assert_all_refused({(*RUN, *given): words for given, words in values.items()}, tmp_path)
-
-
 def commands_on(model: str) -> tuple[tuple[str, ...], ...]:
     """Every command that loads a base."""
     run = (*RUN, f"base.model={model}")

@@ -23,8 +23,6 @@ from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, rand
 
 every_family = pytest.mark.parametrize("name", FAMILY_NAMES)
 every_spliced = pytest.mark.parametrize("name", SPLICED_FAMILIES)
-every_mode = pytest.mark.parametrize("mode", ["add", "replace"])
-every_init = pytest.mark.parametrize("init", ["ssm", "random", "teacher"])
 
 
 @cache

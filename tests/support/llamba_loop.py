@@ -23,12 +23,12 @@ def llamba_config(n_qk_heads: int = 2, ssm: dict[str, Any] | None = None, **more
     return pico_family_config("llamba", **{"ssm_cfg": ssm_cfg, "tie_embeddings": False, **more})
 
 
-def llamba(seed: int = 0, fresh: bool = False, **config: Any) -> LlambaForCausalLM:
-    """Random weights, in eval mode; `fresh` branches are as the class initialises them."""
+def llamba(seed: int = 0, **config: Any) -> LlambaForCausalLM:
+    """Random weights, in eval mode."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlambaForCausalLM(llamba_config(**config))
-    return randomise(model, seed, keep=".attention." if fresh else None).eval()
+    return randomise(model, seed).eval()
 
 
 def loop_logits(model: LlambaForCausalLM, ids: Tensor) -> Tensor:
@@ -90,11 +90,3 @@ def _norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 @torch.no_grad()
 def full(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     return model(ids, attention_mask=mask, use_cache=False).logits
-
-
-@torch.no_grad()
-def generate(model: Any, ids: Tensor, mask: Tensor | None = None, new: int = 8, **more: Any) -> Tensor:
-    """The new tokens only."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    settings = {"max_new_tokens": new, "do_sample": False, **more}
-    return model.generate(ids, attention_mask=mask, **settings)[:, ids.shape[1] :]

@@ -88,7 +88,6 @@ def random_site(layer: int, heads: Sequence[int] = (2,), mode: Literal["add", "r
 
 def pico_hybrid(
     splice: list[dict[str, Any]],
-    fresh: bool = False,
     seed: int = 0,
     n_groups: int = 1,
     layers: int = 3,
@@ -99,13 +98,12 @@ def pico_hybrid(
 
     Args:
         splice: entries of `config.splice`, from `pico_site` or `random_site`.
-        fresh: keep the branches as their class initialises them.
     """
     config = Mamba2HybridConfig(**_fields(n_groups, layers, vocab_size, **more), splice=splice)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Mamba2HybridForCausalLM(config)
-    return randomise(model, seed, keep=".attention." if fresh else None).eval()
+    return randomise(model, seed).eval()
 
 
 @torch.no_grad()

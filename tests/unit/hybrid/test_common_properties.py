@@ -246,17 +246,6 @@ class TestTraining:
             for key, gradient in found[0].items():
                 torch.testing.assert_close(gradients[key], gradient, atol=1e-6, rtol=1e-4, msg=key)
 
-    def test_a_copy_is_independent(self, name: str) -> None:
-        """Hooks of the copy act on the copy: `replace` silences by a hook, and Mamba-1 reads its streams by one."""
-        model = trained(name, "replace")
-        other = copy.deepcopy(model)
-        assert torch.equal(logits(other, tokens()), logits(model, tokens()))
-        with torch.no_grad():
-            for p in other.parameters():
-                p.mul_(0.5)
-        before = logits(model, tokens())
-        assert not torch.equal(logits(other, tokens()), before) and torch.equal(logits(model, tokens()), before)
-
 
 @each("argument", ["cache_params", "past_key_values"])
 def test_old_names_of_the_cache_are_deprecated(argument: str) -> None:

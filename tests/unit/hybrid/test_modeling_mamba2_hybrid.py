@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from surgery.hybrid import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from tests.support.cases import each
-from tests.support.pico import pad, pico_base, pico_hybrid, pico_site, random_site, tokens
+from tests.support.pico import pad, pico_hybrid, pico_site, random_site, tokens
 
 
 @torch.no_grad()
@@ -36,36 +34,7 @@ def test_left_padded_prefix_then_decode(implementation: str) -> None:
         torch.testing.assert_close(found, full(model, row[None])[0, -6:], atol=1e-5, rtol=1e-5)
 
 
-def test_plain_checkpoint_loads_with_the_branch_alone_missing(tmp_path: Path) -> None:
-    base = pico_base()
-    base.save_pretrained(tmp_path)
-    splice = [pico_site(0, [1, 3]), random_site(2, [0])]
-    written = ("model_type", "architectures", "layer_types")
-    fields = {k: v for k, v in base.config.to_dict().items() if k not in written}
-    hybrid, info = Mamba2HybridForCausalLM.from_pretrained(
-        tmp_path, config=Mamba2HybridConfig(**fields, splice=splice), output_loading_info=True
-    )
-    new = {name for name, _ in hybrid.named_parameters() if ".mixer.attention." in name}
-    assert len(new) == (5 + 1) + 5 and set(info["missing_keys"]) == new
-    assert not info["unexpected_keys"] and not info["mismatched_keys"]
-    ours = hybrid.state_dict()
-    for name, value in base.state_dict().items():
-        assert torch.equal(ours[name], value), name
-    assert torch.equal(full(hybrid.eval(), tokens()), full(base, tokens()))
-
-
 class TestTraining:
-    def test_rows_reach_the_branch_and_below(self) -> None:
-        model = pico_hybrid([pico_site(1)]).train()
-        rows = model(tokens(), splice_queries=torch.tensor([[20], [20]])).splice_attentions[0]
-        rows[..., 3].sum().backward()
-        reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
-        branch = "backbone.layers.1.mixer.attention."
-        below = "backbone.layers.0.mixer.in_proj.weight"
-        assert {branch + "qkv_proj.weight", branch + "conv1d.weight", branch + "scale", below} <= reached
-        assert not any(branch + name in reached for name in ("o_proj.weight", "gate_proj.weight"))
-        assert not any("layers.2" in name or "lm_head" in name for name in reached)
-
     @each("keywords", [{"use_reentrant": True}, None])
     def test_reentrant_checkpointing_never_loses_the_rows_silently(self, keywords: dict | None) -> None:
         """Asked for by name it is refused; what the library takes by default is refused or works."""

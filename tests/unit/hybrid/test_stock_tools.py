@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA_DEFAULTS
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache
 
 import surgery.hybrid
 from surgery.hybrid.modeling_hybrid import HybridMixerMixin
@@ -217,18 +217,3 @@ class TestSavingWithCode:
             autos = dict(zip(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), classes, strict=True))
             autos["AutoModelForDecision"] = classes[-1]  # which `transformers serve` loads
             assert config["auto_map"] == {auto: f"{module}.{cls.__name__}" for auto, cls in autos.items()}
-
-    def test_the_library_comes_before_the_code(self, name: str, tmp_path: Path, monkeypatch: Any) -> None:
-        """Where it is imported, no question is asked and its own classes are used."""
-
-        def asked(*args: Any, **kwargs: Any) -> None:
-            raise AssertionError("loaded the folder's code")
-
-        model = copy.deepcopy(trained(name))
-        model.save_pretrained(tmp_path)
-        monkeypatch.setattr("builtins.input", asked)
-        monkeypatch.setattr("transformers.models.auto.auto_factory.get_class_from_dynamic_module", asked)
-        monkeypatch.setattr("transformers.models.auto.configuration_auto.get_class_from_dynamic_module", asked)
-        assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
-        assert type(AutoModel.from_pretrained(tmp_path)) is type(model.base_model)
-        assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(model)

@@ -79,13 +79,6 @@ def test_a_spliced_branch_has_a_last_row_too() -> None:
     assert (with_branch[:, -1] - without[:, -1]).abs().max() > 1e-3
 
 
-def test_a_change_that_was_not_made_is_an_error() -> None:
-    model = pico_family("mamba2")
-    specs = family_of(model.config).mixers(model.config)
-    with pytest.raises(ModelError, match="hook"), altered(model, specs, {}, drop=(1,)):
-        pass
-
-
 @torch.no_grad()
 def plain(model):
     return model(tokens(), use_cache=False).logits

@@ -63,15 +63,6 @@ def test_names_and_labels_come_from_the_class(planted: Probe) -> None:
     assert not hasattr(Planted, "name"), "a subclass that is registered too has a name of its own"
 
 
-def test_a_name_is_taken_once(planted: Probe) -> None:
-    class Other(Planted):
-        pass
-
-    with pytest.raises(RecipeError, match="planted_copy"):
-        register_probe("planted_copy")(Other)
-    assert type(PROBES["planted_copy"]) is Planted
-
-
 def test_an_attribute_of_another_form_is_refused() -> None:
     for attribute, value, hint in (
         ("scoring", "rank", "choices, generation, perplexity"),

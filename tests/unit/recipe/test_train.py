@@ -32,14 +32,6 @@ def test_tokens_in_all_make_steps(tokens: int, steps: int) -> None:
     assert stage.num_steps == steps
 
 
-def test_a_section_in_full_loads_again() -> None:
-    """With all defaults written out, as a run folder and an export have it."""
-    stage = {"name": "a", "sources": [KV], "optimizer": {"lr": 0.1}}
-    for given in ({"sources": [KV]}, {"stages": [stage]}, {"steps": 7}):
-        section = Train.model_validate(given)
-        assert Train.model_validate(section.model_dump(mode="json")) == section
-
-
 @each(("trainable", "control"), [(["new_heads"], False), (["new_heads", "lora"], True), (["all"], True)])
 def test_a_control_is_trained_where_more_than_new_heads_trains(trainable: list[str], control: bool) -> None:
     stages = [{"name": f"s{i}", "sources": [KV], "trainable": what} for i, what in enumerate(trainable)]

@@ -1,6 +1,6 @@
 """Measure the CPU seconds of each test, with those of the processes it starts.
 
-    python -m pytest -p no:cacheprovider -p tests.support.cpu_time --cpu-time=cpu.json tests
+    python -m pytest -p no:cacheprovider -p bench.cpu_time --cpu-time=cpu.json tests
 
 Writes `{test: seconds}` and prints the slowest files and tests. A fixture counts for the test that first requests it.
 CPU time depends little on what else the machine does; wall time does. With xdist, each worker reports its own tests.

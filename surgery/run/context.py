@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from surgery.data.encoding import encode
 from surgery.data.files import local_files
+from surgery.data.own_prompts import own_prompts
 from surgery.data.user import count_answer_spans
 from surgery.errors import RunError, reading
 from surgery.files.atomic import digest, new_folder, read_json
@@ -215,6 +216,12 @@ def located_prompts(run: Run, purpose: str, count: int, pairs: int) -> list[Docu
     section = run.recipe.locate
     options = section.options(pairs, tokenizer=run.tokenizer())
     return prompts_of(section.probe, purpose, run.recipe.seed, count, options)
+
+
+def own_located_prompts(run: Run) -> list[Document]:
+    """Read the prompts of `locate.data`. Empty if it is not set."""
+    section = run.recipe.locate
+    return own_prompts(section.data, run.tokenizer(), section.examples, *run.limits) if section.data is not None else []
 
 
 def sample_batch(run: Run, count: int, pairs: int = 0) -> Any:

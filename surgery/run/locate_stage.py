@@ -7,19 +7,17 @@ from functools import partial
 from typing import Any
 
 from surgery.data.offsets import tokenized
-from surgery.data.own_prompts import own_prompts
 from surgery.errors import PlanError, RecipeError
 from surgery.files.atomic import new_folder, write_json
 from surgery.locate.hidden_attention import prompt_attention
 from surgery.locate.locating import locate_heads
 from surgery.models.config_checks import check_unquantized
 from surgery.models.lookup import family_of
-from surgery.probes.documents import Document
 from surgery.recipe import Recipe
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.recipe.public import public_name
 from surgery.report.heads_page import write_csv, write_page
-from surgery.run.context import Run, located_prompts
+from surgery.run.context import Run, located_prompts, own_located_prompts
 from surgery.run.stage import Stage
 from surgery.splice.plan import check_in_range, check_not_spliced
 from surgery.types import HeadId, HeadSet, to_json
@@ -68,7 +66,7 @@ class LocateStage(Stage):
             raise PlanError("splice.num_heads", splice.num_heads, hint)
 
     def check_data(self, run: Run) -> None:
-        _own_prompts(run)
+        own_located_prompts(run)
 
     def work(self, run: Run, key: str) -> None:
         recipe = run.recipe
@@ -99,7 +97,7 @@ def write_heads(run: Run, heads: HeadSet) -> None:
         head_maps(heads, figures)
     # The best heads have their hidden attention in full on the first prompt; all matrices would make the page large.
     section = run.recipe.locate
-    shortest = sorted(_own_prompts(run), key=lambda document: len(document.text))[:_PAGE_PROMPTS]
+    shortest = sorted(own_located_prompts(run), key=lambda document: len(document.text))[:_PAGE_PROMPTS]
     shortest = [d for d in shortest if len(tokenized(run.tokenizer(), [d.text])[0].ids) <= _PAGE_TOKENS]
     first, *others = shortest or located_prompts(run, "sample", _PAGE_PROMPTS, min(16, section.pairs))
     full = dict.fromkeys([s.head for s in heads.chosen] + [s.head for s in heads.heads[:6]])
@@ -107,9 +105,3 @@ def write_heads(run: Run, heads: HeadSet) -> None:
     in_full = prompt_attention(run.base(), run.tokenizer(), [first], specs, list(full))
     at_query = prompt_attention(run.base(), run.tokenizer(), others, specs)
     write_page(heads, [*in_full, *at_query], run.folder / "locate.html")
-
-
-def _own_prompts(run: Run) -> list[Document]:
-    """Read the prompts of `locate.data`. Empty if it is not set."""
-    section = run.recipe.locate
-    return own_prompts(section.data, run.tokenizer(), section.examples, *run.limits) if section.data is not None else []

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from surgery.data.own_prompts import own_prompts
 from surgery.files.atomic import delete, write_json
 from surgery.models.donors import donor_mixers
 from surgery.models.loading import check_finite
 from surgery.recipe import Recipe, as_base
-from surgery.run.context import STATE, Run, located_prompts, sample_batch
+from surgery.run.context import STATE, Run, located_prompts, own_located_prompts, sample_batch
 from surgery.run.stage import PROMPTS, Stage
 from surgery.splice.graft import check_kept, splice_model, step_zero_gap
 from surgery.splice.plan import check_base, make_plan
@@ -77,11 +76,8 @@ def _choose_state(run: Run) -> StateCut | None:
     if size is None:
         delete(run.folder / STATE)
         return None
-    if section.data is None:
-        documents = located_prompts(run, "locate", section.examples, section.pairs)
-    else:
-        documents = own_prompts(section.data, run.tokenizer(), section.examples, *run.limits)
-        documents += located_prompts(run, "locate", section.generated, section.pairs)
+    own = own_located_prompts(run)
+    documents = [*own, *located_prompts(run, "locate", section.generated if own else section.examples, section.pairs)]
     contributions = state_contributions(run.base(), run.tokenizer(), documents, section.batch_size)
     cut = choose_channels(contributions, size)
     write_json(run.folder / STATE, cut_to_json(cut, contributions))

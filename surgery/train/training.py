@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -123,6 +124,9 @@ def train_model(
             if on_step is not None:
                 on_step(step, entries)
 
+        trainer_of = partial(
+            StageTrainer, model, tokenizer, section, seed, accelerator, on_step=log_step, layers=layers, texts=texts
+        )
         for number in (n for n in numbers if n >= newest):  # the earlier ones are finished
             stage, steps = stages[number], folders[number]
             teacher = load_teacher(section, stage, tokenizer, model, grafts) if stage.needs_teacher else None
@@ -134,20 +138,7 @@ def train_model(
             if settings is not None and has_changed and steps is not None:
                 resume_unquantized(model, steps, accelerator)
             with quantized((model, *frozen), settings, accelerator.device) as unquantized:
-                trainer = StageTrainer(
-                    model,
-                    tokenizer,
-                    section,
-                    seed,
-                    accelerator,
-                    targets,
-                    number,
-                    steps,
-                    history,
-                    log_step,
-                    layers,
-                    texts,
-                )
+                trainer = trainer_of(targets, number, steps, history)
                 history = trainer.run()
                 send_new(history)
                 if trainer.adapters is not None:

@@ -45,17 +45,17 @@ def environment(scratch: Path) -> dict[str, str]:
     return {**os.environ, **given, "PYTHONPATH": paths}
 
 
-def seen_by(module: str, arguments: list[str], place: Path) -> dict[str, Any]:
-    """What a stranger wrote, who runs a module of tests/support without this library."""
-    done = stock().run(["stranger", *arguments], place, environment(place), module_script(f"tests.support.{module}"))
+def seen_by_a_stranger(folder: str, *names: str, place: Path) -> dict[str, Any]:
+    command = ["stranger", folder, "found.json", *names]
+    done = stock().run(command, place, environment(place), module_script("tests.support.stranger"))
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads((place / arguments[-1]).read_text())
+    return json.loads((place / "found.json").read_text())
 
 
 def test_a_stranger_gets_what_the_table_says(folder: Path) -> None:
     """Greedy and seeded sampling as token by token over whole passes; beams as without a cache, and other than greedy;
     a padded batch as row by row; a pipeline in batches as one by one; the same logits after every round trip."""
-    found = seen_by("stranger", [str(folder), "found.json"], folder.parent)
+    found = seen_by_a_stranger(str(folder), place=folder.parent)
     for way in ("greedy", "sampling", "beams", "padded_batch", "pipeline", "saved_again", "without_head"):
         answers = found[way] if isinstance(found[way], list) else [found[way]]
         assert answers and all(answer is True for answer in answers), (way, found[way])
@@ -83,5 +83,5 @@ def test_what_is_saved_is_loaded_pickled_and_saved_again(tmp_path: Path) -> None
     """By stock transformers, with the code in the folder: whole, and without its head; every family."""
     for name in SPLICED_FAMILIES:
         copy.deepcopy(trained(name)).save_pretrained(tmp_path / "models" / name)
-    for name, found in seen_by("stranger_families", ["models", "found.json"], tmp_path).items():
+    for name, found in seen_by_a_stranger("models", "families", place=tmp_path).items():
         assert isinstance(found, dict) and len(found) == 7 and all(found.values()), (name, found)

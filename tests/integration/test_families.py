@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surgery.data.ranking import ChoiceScores, choice_scores
+from surgery.data.ranking import choice_scores
 from surgery.errors import PlanError
 from surgery.locate.ablation import Ablation
 from surgery.locate.ablation_sweep import READS, Variant, ablate, change_at_query
@@ -37,7 +37,7 @@ from tests.support.battery import (
     plan_of,
     shared,
 )
-from tests.support.oracles import naive_ablate, naive_change_at_query
+from tests.support.oracles import assert_same, naive_ablate, naive_change_at_query
 from tests.support.pico import FAMILY_NAMES, SPLICED_FAMILIES, pico_family, prompts, tokens
 
 REFUSED = tuple(sorted(set(FAMILY_NAMES) - set(SPLICED_FAMILIES)))
@@ -160,13 +160,6 @@ def test_hidden_attention_rebuilds_the_mixers_output(monkeypatch: pytest.MonkeyP
             for found, recorded in ((scan, trace.scan), (heads, trace.heads), (output, trace.output)):
                 apart = (found - recorded[spec.name]).abs().max()
                 assert apart < 1e-9, (case, spec.name)
-
-
-def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
-    assert len(fast) == len(naive) > 0
-    for one, other in zip(fast, naive, strict=True):
-        torch.testing.assert_close(one.margin, other.margin, atol=1e-4, rtol=0)
-        assert torch.equal(one.correct, other.correct)
 
 
 @every_family

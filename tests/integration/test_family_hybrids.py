@@ -16,12 +16,10 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import surgery.hybrid
 import surgery.hybrid.modeling_hybrid as branch_module
 from surgery.export import transformers_folder
 from surgery.export.folder import export_model
 from surgery.export.reload import RELOAD, SAMPLE
-from surgery.hybrid.configuration_hybrid import outside_modules
 from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.hooks import record
 from surgery.models.loading import load_model
@@ -47,7 +45,6 @@ from tests.support.battery import (
 from tests.support.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
 from tests.support.processes import stock
 
-LIBRARY = Path(surgery.hybrid.__file__).parent
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
 INITS = ("ssm", "random", "teacher")
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # logits of these models are up to 30
@@ -273,10 +270,6 @@ def test_an_export_is_the_same_with_and_without_this_library(name: str, exports:
     end = pico_tokenizer().eos_token_id
     text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=end)
     assert torch.equal(found["auto.text"], text) and text.shape[1] > 24
-
-    plugged = outside_modules(model.config)
-    for path in folder.glob("*.py"):
-        assert path.read_bytes() == (plugged.get(path.name) or (LIBRARY / path.name).read_bytes()), path.name
     loaded = load_model(Base(model=str(folder))).requires_grad_(False)
     assert loaded.config.splice == model.config.splice and shared(loaded) == shared(model)
     assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))

@@ -15,6 +15,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.splice.graft import splice_model
 from surgery.types import Graft, Plan, plan_from_json
 from tests.integration.conftest import assert_all_refused, ran, refused
+from tests.support.own_data import write
 from tests.support.pico import pico_base, pico_tokenizer
 
 STAGES = ["text", "train", "control", "evaluate", "export"]
@@ -28,19 +29,12 @@ SMALL = (
     "evaluate={pairs: [4], examples: 12, sentences: 8}",
 )
 CONTROL = "control={model: ./base}"
-COLUMNS = "train.sources.0.data.columns"
 
 
 def line(number: int) -> dict[str, Any]:
     prompt = f"fox:{number}\nowl:{number + 1}\nWhere is the owl?\n"
     start = prompt.index("owl:") + 4
     return {"prompt": prompt, "answer": str(number + 1), "answer_span": [start, start + len(str(number + 1))]}
-
-
-def write(path: Path, lines: list[Any]) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -166,18 +160,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(place: Path, tmp_path: Path) -
     for name in ("base", "hybrid", "rows.jsonl"):
         (tmp_path / name).symlink_to(place / name)
     write(tmp_path / "bad.jsonl", [line(0), line(1), {"prompt": "Who?\n"}])
-    write(tmp_path / "unmarked.jsonl", [{"prompt": "Who?\n", "answer": "I"}])
     write(tmp_path / "one.jsonl", [line(0)])
     given = {
         ("./base", "rows.jsonl"): ("HYBRID", "Nothing is spliced", "splice it first"),
         ("./nowhere", "rows.jsonl"): ("HYBRID", "no such folder"),
         ("./hybrid", "missing.jsonl"): ("DATA", "missing.jsonl", "No such file"),
         ("./hybrid", "bad.jsonl"): ("bad.jsonl:3", "answer"),
-        ("./hybrid", "unmarked.jsonl", f"{COLUMNS}.answer_span=answer_span"): ("unmarked.jsonl:1", "span"),
-        ("./hybrid", "rows.jsonl", f"{COLUMNS}.answer_span=null"): ("answer_span", "`auto`"),
         ("./hybrid", "one.jsonl"): ("one.jsonl", "no row is", "holdout"),
         ("./hybrid", "rows.jsonl", "control={model: ./hybrid}"): ("control.model", "without a splice"),
-        ("./hybrid", "rows.jsonl", "--from", "plan"): ("--from", "plan", "train, control, evaluate, export"),
         ("./hybrid", "rows.jsonl", "--to", "splice"): ("--to", "splice", "hybrid already"),
     }
     assert_all_refused({("finetune", *words, *SMALL): said for words, said in given.items()}, tmp_path)

@@ -25,7 +25,7 @@ from tests.support.pico import pico_family, pico_tokenizer
 
 @pytest.fixture(autouse=True)
 def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One format and few prompts: the search is tested in tests/unit/init."""
+    """One format and few prompts."""
 
     def one_format(prober: Prober, count: int) -> Screening:
         return screen(prober, count, (ADJACENT,))

@@ -194,14 +194,7 @@ def test_a_nemotron_h_with_experts_is_a_base(tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps(published))
     splice = "splice={select: list, heads: [L3H2, L0H1, L3H0], form: pair, init: ssm}"
     run = ("run", str(RECIPE), *WITHOUT_BASE, f"base.model={base}", splice)
-    many = f"splice.heads=[{', '.join(f'L0H{head}' for head in range(5))}]"
-    cases = {
-        (*run, "export.format=gguf", *GGUF): ("export.format", "gguf", "experts", "nemotron_h"),
-        (*run, "splice.head_dim=64"): ("splice.head_dim", "64", "8"),
-        (*run, many): ("splice.heads", "L0H4", "L0H0 to L3H3"),
-        (*run, "splice.side_channels=35"): ("splice.side_channels", "35", "Set 40"),
-    }
-    assert_all_refused(cases, tmp_path)
+    assert_all_refused({(*run, "splice.head_dim=64"): ("splice.head_dim", "64", "8")}, tmp_path)
     ran(*run, cwd=tmp_path)
     folder = tmp_path / "runs" / "quickstart"
     gap = json.loads((folder / "splice.json").read_text())

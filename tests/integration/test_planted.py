@@ -13,12 +13,10 @@ from surgery.locate.locating import locate_heads
 from surgery.locate.selection import rank
 from surgery.models.hooks import record
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, ScoredHead
-from tests.support.planted import Planted, answers, head_ids, plant, planted_prompts, planted_tokenizer, scored_heads
+from tests.support.planted import Planted, answers, plant, planted_prompts, planted_tokenizer, scored_heads
 
-SEEDS = range(8)
 PAIRS = 5
 CHANCE = 1 / PAIRS
 
@@ -69,25 +67,6 @@ def test_it_is_located_from_text() -> None:
     heads = locate_heads(planted.model, planted_tokenizer(), section, Splice(select="ablation", num_heads=2))
     assert {s.head for s in heads.chosen} == set(planted.heads)
     assert roles(heads.heads) == {planted.gather: "gather", planted.aggregate: "aggregate"}
-
-
-def test_retrieval_hangs_on_the_pair() -> None:
-    """Over all seeds: chance without it; nothing is lost without two others, or with the pair alone."""
-    for family, seeds, examples, near in (("mamba2", SEEDS, 24, 0.08), ("mamba", range(5), 16, 0.14)):
-        found: dict[str, list[ChoiceScores]] = {}
-        for seed in seeds:
-            planted, batch = plant(seed, family), prompts(seed, examples)
-            others = [h for h in head_ids(planted.model) if h not in planted.heads]
-            two = rng_of("two", seed).sample(others, 2)
-            for arm, off in (("clean", ()), ("pair", planted.heads), ("two", two), ("others", others)):
-                found.setdefault(arm, []).append(answers(planted.model, batch, off))
-        reached = {arm: accuracy(scores) for arm, scores in found.items()}
-        assert reached["clean"] > 0.9, family
-        assert abs(reached["pair"] - CHANCE) < near, family  # three standard errors
-        assert abs(reached["two"] - reached["clean"]) < 0.03, family
-        assert reached["others"] > reached["clean"] - 0.03, family
-    alone = [answers(plant(0).model, prompts(0), [head]) for head in plant(0).heads]
-    assert all(accuracy([scores]) < 0.5 for scores in alone), "either of the pair is needed"
 
 
 def test_a_head_with_a_backup_is_found_by_margin() -> None:

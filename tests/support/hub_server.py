@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -142,6 +142,10 @@ class _Cut(Exception):
     """The connection is gone."""
 
 
+class _Answered(Exception):
+    """The request has its answer: what was asked for is not there, hidden, or not to be written."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize, disable_nagle_algorithm = -1, True  # else each answer waits for an acknowledgement of its headers
@@ -163,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (_Cut, ConnectionError):
             self.close_connection = True
             return
-        with self.hub.lock:
+        with self.hub.lock, suppress(_Answered):
             self.hub.log.append(f"{self.command} {self.route}")
             for failure in self.hub.failures:
                 if failure.times and self.command == failure.method and re.search(failure.path, self.route):
@@ -215,25 +219,31 @@ class _Handler(BaseHTTPRequestHandler):
     def is_known(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
-    def may_write(self) -> bool:
-        """Answers where it may not."""
+    def check_write(self) -> None:
         if not self.is_known():
             self.send({"error": "Invalid username or password."}, 401)
-        elif not self.hub.writable:
+            raise _Answered
+        if not self.hub.writable:
             self.send({"error": "You don't have the rights to do this"}, 403)
-        return self.is_known() and self.hub.writable
+            raise _Answered
 
-    def repository(self, name: str) -> Repository | None:
-        """None, and answered, where it is not there or hidden."""
+    def repository(self, name: str) -> Repository:
         found = self.hub.repositories.get(name)
         if found is None or (found.private and not self.is_known()):
             self.missing(f"{name} is not there")
-            return None
+            raise _Answered
         return found
 
+    def at(self, name: str, revision: str) -> tuple[Repository, Commit]:
+        repository = self.repository(name)
+        commit = repository.at(revision)
+        if commit is None:
+            self.missing(f"Invalid rev id: {revision}", "RevisionNotFound")
+            raise _Answered
+        return repository, commit
+
     def create_repo(self, body: bytes) -> None:
-        if not self.may_write():
-            return
+        self.check_write()
         asked = json.loads(body)
         name = f"{asked['organization']}/{asked['name']}"
         url = {"url": f"{self.hub.url}/{name}"}
@@ -251,21 +261,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.send({"errors": [], "warnings": []})
 
     def branch(self, body: bytes, name: str, branch: str) -> None:
-        repository = self.repository(name) if self.may_write() else None
-        if repository is None:
-            return
+        self.check_write()
+        repository = self.repository(name)
         if branch in repository.refs:
             return self.send({"error": "Reference already exists"}, 409)
         repository.refs[branch] = repository.refs["main"]
         self.send({})
 
     def preupload(self, body: bytes, name: str, revision: str) -> None:
-        repository = self.repository(name) if self.may_write() else None
-        if repository is None:
-            return
-        commit = repository.at(revision)
-        if commit is None:
-            return self.missing(f"Invalid rev id: {revision}", "RevisionNotFound")
+        self.check_write()
+        _, commit = self.at(name, revision)
         files = []
         for file in json.loads(body)["files"]:
             path = file["path"]
@@ -276,8 +281,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send({"files": files})
 
     def lfs_batch(self, body: bytes, name: str) -> None:
-        if self.repository(name) is None or not self.may_write():
-            return
+        self.repository(name)
+        self.check_write()
         objects = []
         for asked in json.loads(body)["objects"]:
             found = dict(asked)
@@ -309,12 +314,8 @@ class _Handler(BaseHTTPRequestHandler):
         return bytes([data[0] ^ 1]) + data[1:] if path in self.hub.flipped else data
 
     def commit(self, body: bytes, name: str, revision: str) -> None:
-        repository = self.repository(name) if self.may_write() else None
-        if repository is None:
-            return
-        base = repository.at(revision)
-        if base is None:
-            return self.missing(f"Invalid rev id: {revision}", "RevisionNotFound")
+        self.check_write()
+        repository, base = self.at(name, revision)
         title, files = "", dict(base.files)
         for line in body.splitlines():
             key, value = (item := json.loads(line))["key"], item["value"]
@@ -343,24 +344,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send({**answer, "commitOid": made.oid, "commitUrl": f"{self.hub.url}/{name}/commit/{made.oid}"})
 
     def info(self, body: bytes, name: str, revision: str | None) -> None:
-        repository = self.repository(name)
-        if repository is None:
-            return
-        commit = repository.at(revision or "main")
-        if commit is None:
-            return self.missing(f"Invalid rev id: {revision}", "RevisionNotFound")
+        repository, commit = self.at(name, revision or "main")
         siblings = [{"rfilename": path} for path in commit.files]
         known = {"id": name, "sha": commit.oid, "private": repository.private, "siblings": siblings, "tags": []}
         self.send(known)
 
     def tree(self, body: bytes, name: str, revision: str, folder: str | None) -> None:
         """All files below a folder, a few at a time."""
-        repository = self.repository(name)
-        if repository is None:
-            return
-        commit = repository.at(revision)
-        if commit is None:
-            return self.missing(f"Invalid rev id: {revision}", "RevisionNotFound")
+        _, commit = self.at(name, revision)
         below = f"{folder}/" if folder else ""
         paths = sorted(path for path in commit.files if path.startswith(below))
         if folder and not paths:
@@ -378,8 +369,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def discussions(self, body: bytes, name: str) -> None:
         repository = self.repository(name)
-        if repository is None:
-            return
         found = [
             {"title": title, "num": number, "status": "open", "isPullRequest": True, "author": {"name": "someone"}}
             | {"createdAt": "2025-01-01T00:00:00.000Z", "repo": {"name": name, "type": "model"}}
@@ -388,12 +377,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send({"count": len(found), "start": 0, "discussions": found})
 
     def resolve(self, body: bytes, name: str, revision: str, path: str) -> None:
-        repository = self.repository(name)
-        if repository is None:
-            return
-        commit = repository.at(revision)
-        if commit is None:
-            return self.missing(f"Invalid rev id: {revision}", "RevisionNotFound")
+        _, commit = self.at(name, revision)
         known = {"X-Repo-Commit": commit.oid}
         blob = commit.files.get(path)
         if blob is None:

@@ -24,6 +24,13 @@ from surgery.train.divergence import Kind
 from surgery.types import HeadId
 
 
+def assert_same(fast: Sequence[ChoiceScores], naive: Sequence[ChoiceScores]) -> None:
+    assert len(fast) == len(naive) > 0
+    for one, other in zip(fast, naive, strict=True):
+        torch.testing.assert_close(one.margin, other.margin, atol=1e-4, rtol=0)
+        assert torch.equal(one.correct, other.correct)
+
+
 @torch.no_grad()
 def naive_generate_greedy(
     model: PreTrainedModel, prompts: EncodedBatch, max_tokens: int, end: int | None = None

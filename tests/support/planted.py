@@ -43,7 +43,6 @@ from transformers import (
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.ranking import ChoiceScores, choice_scores
 from surgery.locate.locating import locate_heads
-from surgery.models.lookup import family_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import HEADER, NUM_VALUES, kv_document
 from surgery.probes.words import key_words
@@ -318,11 +317,6 @@ def _scales(family: Family, n_groups: int) -> tuple[float, float]:
     if family == "mamba":
         return 0.02, 0.002
     return 3 * (8 * n_groups / INNER) ** 0.5, 3 * (4 * n_groups / INNER) ** 0.5
-
-
-def head_ids(model: PreTrainedModel) -> list[HeadId]:
-    """List all heads, from the lowest layer up."""
-    return [head for spec in family_of(model.config).mixers(model.config) for head in spec.heads]
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Use an exported folder in a process without this library, as its users do.
 
     python -m tests.support.stranger FOLDER OUT.json [NAME]...
+    python -m tests.support.stranger FOLDER OUT.json families      FOLDER holds a saved model of each family
 
 Each method is one entry of the table in docs/CONFORMANCE.md. It returns the values that test_conformance.py checks, or
 the text of an error. All of them share one process, because each process loads torch first.
@@ -9,10 +10,13 @@ the text of an error. All of them share one process, because each process loads 
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +32,35 @@ HELPERS = ("logits", "new", "loop")
 BY_HAND = ("flex",)  # its kernel is compiled for ten seconds
 
 
-def load(folder: str, **more: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **more).eval()
+def load(folder: str | Path, auto: Any = AutoModelForCausalLM, **more: Any) -> Any:
+    return auto.from_pretrained(folder, trust_remote_code=True, **more).eval()
+
+
+@torch.no_grad()
+def output(model: Any, head: bool = True) -> Tensor:
+    result = model(torch.arange(3, 24).reshape(1, 21), use_cache=False)
+    return result.logits if head else result.last_hidden_state
+
+
+def look(folder: Path) -> dict[str, Any]:
+    """Each entry is True where the model that came back computes the same, bit for bit."""
+    model, scratch = load(folder), Path(tempfile.mkdtemp())
+    body, expected = load(folder, AutoModel), output(model)
+    torch.save(model, scratch / "model.pt")
+    model.save_pretrained(scratch / "again")
+    body.save_pretrained(scratch / "body")
+    copies = {
+        "pickle": pickle.loads(pickle.dumps(model)),  # noqa: S301  (its own)
+        "torch.save": torch.load(scratch / "model.pt", weights_only=False),
+        "saved_again": load(scratch / "again"),
+    }
+    found: dict[str, Any] = {name: torch.equal(output(copy), expected) for name, copy in copies.items()}
+    hidden = output(body, head=False)
+    found["body"] = torch.equal(output(model.base_model, head=False), hidden)
+    found["body_saved_again"] = torch.equal(output(load(scratch / "body", AutoModel), head=False), hidden)
+    found["body_of_saved_again"] = torch.equal(output(load(scratch / "again", AutoModel), head=False), hidden)
+    found["class"] = type(model).__module__.startswith("transformers_modules.")
+    return found
 
 
 class Stranger:
@@ -105,7 +136,7 @@ class Stranger:
         return found
 
     def without_head(self) -> Any:
-        body = AutoModel.from_pretrained(self.folder, trust_remote_code=True).eval()
+        body = load(self.folder, AutoModel)
         with torch.no_grad():
             hidden = body(self.ids, use_cache=False).last_hidden_state
             return torch.equal(self.model.lm_head(hidden), self.logits(self.model))
@@ -178,11 +209,16 @@ def main() -> None:
     torch.set_num_threads(1)
     sys.modules["surgery"] = None  # type: ignore[assignment]
     folder, out, *names = sys.argv[1:]
-    stranger, found = Stranger(folder), dict[str, Any]()
-    usual = [name for name in vars(Stranger) if not name.startswith("_") and name not in HELPERS + BY_HAND]
-    for name in names or usual:
+    found = dict[str, Any]()
+    if names == ["families"]:
+        calls: dict[str, Callable[[], Any]] = {p.name: partial(look, p) for p in sorted(Path(folder).iterdir())}
+    else:
+        stranger = Stranger(folder)
+        usual = [name for name in vars(Stranger) if not name.startswith("_") and name not in HELPERS + BY_HAND]
+        calls = {name: getattr(stranger, name) for name in names or usual}
+    for name, call in calls.items():
         try:
-            answer = getattr(stranger, name)()
+            answer = call()
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
         found[name] = answer if isinstance(answer, (bool, float, str, list, dict)) else repr(answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,54 +36,33 @@ def test_a_name_is_registered_once(registry: Registry[Any]) -> None:
     assert registry["red"] is str
 
 
-def test_our_modules_are_imported_when_the_registry_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "planted_entries.py").write_text("from planted_registry import R\nR.register('late', dict)\n")
-    (tmp_path / "planted_registry.py").write_text(
-        "from surgery.registry import Registry\nR = Registry('thing', ['planted_entries'])\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    import planted_registry  # type: ignore[import-not-found]
-
-    assert "planted_entries" not in sys.modules
-    assert list(planted_registry.R) == ["late"]
-
-
-def test_a_plugin_cannot_take_a_name_of_ours_before_ours_are_read(
+def test_our_modules_are_imported_when_the_registry_is_read_or_a_plugin_registers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "planted_ours.py").write_text("from planted_names import R\nR.register('late', dict)\n")
-    (tmp_path / "planted_names.py").write_text(
-        "from surgery.registry import Registry\nR = Registry('thing', ['planted_ours'])\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    from planted_names import R  # type: ignore[import-not-found]
+    for name in ("planted_read", "planted_taken"):
+        (tmp_path / f"{name}_ours.py").write_text(f"from {name} import R\nR.register('late', dict)\n")
+        code = f"from surgery.registry import Registry\nR = Registry('thing', ['{name}_ours'])\n"
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        entries = import_module(name).R
+        assert f"{name}_ours" not in sys.modules
+        if name == "planted_taken":
+            with pytest.raises(RecipeError, match=r"builtins.dict has this name already. Register builtins.float"):
+                entries.register("late", float)
+        assert list(entries) == ["late"] and entries["late"] is dict
 
-    with pytest.raises(RecipeError, match=r"builtins.dict has this name already. Register builtins.float"):
-        R.register("late", float)
-    assert R["late"] is dict
 
+def test_a_field_takes_the_names_of_that_time_that_fit_and_the_extra_ones(registry: Registry[Any]) -> None:
+    class Form(BaseModel):
+        colour: Annotated[str, NameOf(registry, extra=("none",), keep=lambda entry: entry is not int)]
 
-class TestNameOf:
-    @pytest.fixture
-    def form(self, registry: Registry[Any]) -> type[BaseModel]:
-        class Form(BaseModel):
-            colour: Annotated[str, NameOf(registry, extra=("none",), keep=lambda entry: entry is not int)]
-
-        return Form
-
-    def test_accepts_what_is_registered_at_that_time(self, form: type[BaseModel], registry: Registry[Any]) -> None:
-        with pytest.raises(ValidationError, match=r"Unknown colour\. Use one of: red, none"):
-            form(colour="blue")
-        registry.register("blue", float)
-        assert form(colour="blue").model_dump() == {"colour": "blue"}
-
-    def test_leaves_out_what_does_not_fit_and_takes_the_extra_names(self, form: type[BaseModel]) -> None:
-        assert form(colour="none").model_dump() == {"colour": "none"}
-        with pytest.raises(ValidationError, match=r"Unknown colour\..* Use one of: red, none"):
-            form(colour="green")
-
-    def test_the_schema_lists_the_names(self, form: type[BaseModel]) -> None:
-        assert form.model_json_schema()["properties"]["colour"]["enum"] == ["red", "none"]
+    assert Form.model_json_schema()["properties"]["colour"]["enum"] == ["red", "none"]
+    for wrong in ("blue", "green"):
+        with pytest.raises(ValidationError, match=r"Unknown colour\..*Use one of: red, none"):
+            Form(colour=wrong)
+    registry.register("blue", float)
+    for name in ("blue", "none"):
+        assert Form(colour=name).model_dump() == {"colour": name}
 
 
 class TestPlugins:

@@ -63,33 +63,21 @@ def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("busy_machine")
-def test_the_free_cores_are_used_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    use_free_cores()
-    use_free_cores()  # `surgery run --base` measures the base first
-    assert os.environ["OMP_NUM_THREADS"] == "4"
-    printed = capsys.readouterr()
-    assert printed.out == "", "standard output is the result, such as a recipe"
-    assert printed.err == "  threads  4 on 16 cores, of which others use 12.0. Set OMP_NUM_THREADS to change it.\n"
-
-
-@pytest.mark.usefixtures("busy_machine")
-def test_a_rank_uses_its_share_and_only_the_first_one_prints(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "1")
-    use_free_cores()
-    assert os.environ["OMP_NUM_THREADS"] == "2" and capsys.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("busy_machine")
-def test_a_number_that_is_set_already_stays(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the user, or by torch itself on a free machine."""
+def test_the_free_cores_are_used_and_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A number that is set already stays: by the user, or by torch itself on a free machine."""
     monkeypatch.setenv("MKL_NUM_THREADS", "3")
     use_free_cores()
     monkeypatch.delenv("MKL_NUM_THREADS")
-    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 1.0)
-    use_free_cores()
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "cpu_percent", lambda interval: 1.0)
+        use_free_cores()
     assert "OMP_NUM_THREADS" not in os.environ and capsys.readouterr().err == ""
+    said = "  threads  4 on 16 cores, of which others use 12.0. Set OMP_NUM_THREADS to change it.\n"
+    for number, ranks, printed in (("4", {}, said), ("2", {"LOCAL_WORLD_SIZE": "4", "RANK": "1"}, "")):
+        for name, value in ranks.items():  # only the first rank prints
+            monkeypatch.setenv(name, value)
+        os.environ.pop("OMP_NUM_THREADS", None)
+        use_free_cores()
+        use_free_cores()  # `surgery run --base` measures the base first
+        assert os.environ["OMP_NUM_THREADS"] == number
+        assert capsys.readouterr() == ("", printed), "standard output is the result, such as a recipe"

@@ -81,33 +81,23 @@ def test_text_after_the_value() -> None:
         assert batch.last_read("answer_token").tolist() == [first]
 
 
-def test_other_tokens_in_the_segment() -> None:
-    """A token that begins inside another one of the value is held by it."""
-    tokenizer = byte_tokenizer(("Ġ", "5"), ("Ġ5", "1"), ("1", "2"))
-    assert shown(looked_up(" 512"), tokenizer) == [(" 51", "5"), ("2", "12")]
-    assert shown(looked_up(" 5123"), tokenizer) == [(" 51", "5"), ("2", "12"), ("3", "3")]
-    tokenizer = byte_tokenizer((":", "5"), (":5", "1"), ("1", "2"))
-    assert shown(looked_up("512"), tokenizer) == [("5", ":51"), ("12", ":51")]
-
-
-def test_nothing_after_the_answer_is_read() -> None:
-    tokenizer = byte_tokenizer(end=True)
-    expected = [("7", "7"), ("1", "1")]
-    for after in ("\n", "<end>", " \n<end>"):
-        assert shown(looked_up("71", after=after), tokenizer) == expected
-    assert shown(looked_up("71", after="<end>"), byte_tokenizer()) == [*expected, *((c, "") for c in "<end>")]
-
-
-def test_an_answer_that_continues_after_the_value() -> None:
-    assert shown(looked_up("71 km", "71"), byte_tokenizer(("1", "Ċ"))) == [
-        ("7", "7"), ("1", "1\n"), *((c, "") for c in " km")
-    ]  # fmt: skip
-
-
-def test_a_value_with_a_space_before_it() -> None:
-    assert shown(looked_up(" 71", " 71"), byte_tokenizer()) == [("7", "7"), ("1", "1")]
-    assert shown(looked_up("71", " 71"), byte_tokenizer()) == [("7", " "), ("1", "1")]
-    assert shown(looked_up(" Red", "red"), byte_tokenizer()) == [("R", "r"), ("e", ""), ("d", "")]
+def test_each_token_of_an_answer_reads_one_of_the_value() -> None:
+    """A token that begins inside another one of the value is held by it; nothing after the answer is read."""
+    spaced, lined = byte_tokenizer(("Ġ", "5"), ("Ġ5", "1"), ("1", "2")), byte_tokenizer(("1", "Ċ"))
+    keyed, plain = byte_tokenizer((":", "5"), (":5", "1"), ("1", "2")), byte_tokenizer()
+    ended, both = byte_tokenizer(end=True), [("7", "7"), ("1", "1")]
+    for document, tokenizer, expected in (
+        (looked_up(" 512"), spaced, [(" 51", "5"), ("2", "12")]),
+        (looked_up(" 5123"), spaced, [(" 51", "5"), ("2", "12"), ("3", "3")]),
+        (looked_up("512"), keyed, [("5", ":51"), ("12", ":51")]),
+        *((looked_up("71", after=after), ended, both) for after in ("\n", "<end>", " \n<end>")),
+        (looked_up("71", after="<end>"), plain, [*both, *((c, "") for c in "<end>")]),
+        (looked_up("71 km", "71"), lined, [("7", "7"), ("1", "1\n"), *((c, "") for c in " km")]),
+        (looked_up(" 71", " 71"), plain, both),
+        (looked_up("71", " 71"), plain, [("7", " "), ("1", "1")]),
+        (looked_up(" Red", "red"), plain, [("R", "r"), ("e", ""), ("d", "")]),
+    ):
+        assert shown(document, tokenizer) == expected, document.text
 
 
 def test_left_padding_moves_all_positions() -> None:

@@ -127,34 +127,8 @@ def test_layers_of_a_nemotron_h(
             compare_with_files(folder)
 
 
-def test_another_tensor_is_found(whole: Path, copy: Path) -> None:
-    for name, in_gguf in (
-        ("backbone.layers.0.mixer.A_log", "blk.0.ssm_a"),
-        ("backbone.layers.1.mixer.conv1d.weight", "blk.1.ssm_conv1d.weight"),
-        ("backbone.layers.2.mixer.q_proj.weight", "blk.2.attn_q.weight"),
-        ("backbone.layers.2.mixer.o_proj.weight", "blk.2.attn_output.weight"),
-        ("lm_head.weight", "output.weight"),
-    ):
-        edit(copy, "model.safetensors", lambda tensors: tensors[name].view(-1)[0].add_(0.01))  # noqa: B023
-        with pytest.raises(ModelError, match=f"{FILE}: tensor {in_gguf}. It differs from {name}"):
-            compare_with_files(copy)
-        shutil.copy(whole / "model.safetensors", copy)
-
-
-def test_query_and_key_in_different_orders_are_found(copy: Path) -> None:
-    def interleave(tensors: dict[str, torch.Tensor]) -> None:
-        weight = tensors["backbone.layers.2.mixer.k_proj.weight"]
-        weight.copy_(weight.view(2, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape))
-
-    edit(copy, "model.safetensors", interleave)
-    with pytest.raises(
-        ModelError, match=r"tensor blk\.2\.attn_[qk]\.weight\. Query and key have their channels in different"
-    ):
-        compare_with_files(copy)
-
-
-def test_other_shapes_vocabularies_and_special_tokens_are_found(whole: Path, copy: Path) -> None:
-    """llama.cpp would not load the file, or stop at another token."""
+def test_other_tensors_vocabularies_and_special_tokens_are_found(whole: Path, copy: Path) -> None:
+    """llama.cpp would not load the file, stop at another token, or compute something else."""
 
     def swap(tokenizer: dict[str, Any]) -> None:
         vocab = tokenizer["model"]["vocab"]
@@ -168,7 +142,12 @@ def test_other_shapes_vocabularies_and_special_tokens_are_found(whole: Path, cop
         (text,) = [token for token, index in tokenizer["model"]["vocab"].items() if index == 20]
         tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 20, "content": text})
 
+    def interleave(tensors: dict[str, torch.Tensor]) -> None:
+        weight = tensors["backbone.layers.2.mixer.k_proj.weight"]
+        weight.copy_(weight.view(2, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape))
+
     changes: list[tuple[str, Any, str]] = [
+        ("model.safetensors", interleave, "tensor blk.2.attn_[qk].weight. Query and key have their channels"),
         ("tokenizer.json", swap, f"{FILE}: token 2[01] is"),
         ("tokenizer.json", rename, "token 1 is '<.endoftext.>'. tokenizer.json has '<.stop.>'"),
         ("tokenizer.json", add, "token 20.*type 1"),
@@ -181,6 +160,15 @@ def test_other_shapes_vocabularies_and_special_tokens_are_found(whole: Path, cop
         ("vocab_size", 1, "but the tensors have 1"),
     ):
         changes.append(("config.json", lambda data, f=field, v=value: data.update({f: v}), message))
+    for name, in_gguf in (
+        ("backbone.layers.0.mixer.A_log", "blk.0.ssm_a"),
+        ("backbone.layers.1.mixer.conv1d.weight", "blk.1.ssm_conv1d.weight"),
+        ("backbone.layers.2.mixer.q_proj.weight", "blk.2.attn_q.weight"),
+        ("backbone.layers.2.mixer.o_proj.weight", "blk.2.attn_output.weight"),
+        ("lm_head.weight", "output.weight"),
+    ):
+        said = f"{FILE}: tensor {in_gguf}. It differs from {name}"
+        changes.append(("model.safetensors", lambda data, n=name: data[n].view(-1)[0].add_(0.01), said))
     for name, change, message in changes:
         edit(copy, name, change)
         with pytest.raises(ModelError, match=message):

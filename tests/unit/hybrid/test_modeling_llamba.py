@@ -137,8 +137,8 @@ class TestCheckpoint:
         assert torch.equal(model.lm_head.weight, tensors["backbone.embedding.weight" if tied else "lm_head.weight"])
         assert_close(full(model.eval(), tokens()), loop_logits(model, tokens()))
 
-    @pytest.mark.parametrize("field", ["d_state", "n_v_heads", "n_qk_heads", "d_conv", "expand", "chunk_size"])
-    @pytest.mark.parametrize("value", [None, 0, -4, 2.5, "8", [8], True])
+    @each("field", ["d_state", "n_v_heads", "n_qk_heads", "d_conv", "expand", "chunk_size"])
+    @each("value", [None, 0, -4, 2.5, "8", [8], True])
     def test_sizes_are_whole_numbers(self, field: str, value: Any) -> None:
         with pytest.raises(ValueError, match=rf"^ssm_cfg\.{field}: .*\. It needs a whole number of at least 1\.$"):
             llamba_config(ssm={field: value})

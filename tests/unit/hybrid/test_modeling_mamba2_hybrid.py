@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.cases import each
+from tests.support.llamba_loop import full
 from tests.support.pico import pad, pico_hybrid, pico_site, random_site, tokens
-
-
-@torch.no_grad()
-def full(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    return model(ids, attention_mask=mask, use_cache=False).logits
 
 
 @each("implementation", ["eager", "sdpa"])

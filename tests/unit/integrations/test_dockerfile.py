@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PLUGIN = ROOT / "integrations/vllm"
-KNOWN = {"FROM", "COPY", "RUN", "ENV", "EXPOSE", "ENTRYPOINT", "CMD"}
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -25,16 +24,6 @@ def instructions() -> list[tuple[str, str]]:
 
 def arguments_of(name: str) -> list[str]:
     return [arguments for found, arguments in instructions() if found == name]
-
-
-def test_every_instruction_is_one() -> None:
-    names = [name for name, _ in instructions()]
-    assert names[0] == "FROM" and names.count("FROM") == 1 and set(names) <= KNOWN
-    for name in ("ENTRYPOINT", "CMD"):
-        (value,) = arguments_of(name)
-        assert all(isinstance(word, str) for word in json.loads(value))
-    for command in arguments_of("RUN"):
-        assert subprocess.run(["bash", "-n", "-c", command], capture_output=True).returncode == 0
 
 
 def test_the_release_is_the_tested_one() -> None:

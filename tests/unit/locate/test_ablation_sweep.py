@@ -22,7 +22,7 @@ from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Locate
 from surgery.types import HeadId, MixerSpec
 from tests.support.cases import each as each_case
-from tests.support.oracles import naive_ablate, naive_change_at_query
+from tests.support.oracles import assert_same, naive_ablate, naive_change_at_query
 from tests.support.pico import (
     HEAD_DIM,
     HEADS,
@@ -56,13 +56,6 @@ COMBINED = [
 
 def run_of(make: Any, lengths: tuple[int, ...] = BATCHES["padded"]) -> CleanRun:
     return run_clean(make(), prompts(lengths))
-
-
-def assert_same(fast: list[ChoiceScores], naive: list[ChoiceScores]) -> None:
-    assert len(fast) == len(naive)
-    for one, other in zip(fast, naive, strict=True):
-        torch.testing.assert_close(one.margin, other.margin, atol=1e-4, rtol=0)
-        assert torch.equal(one.correct, other.correct)
 
 
 def each(spec: MixerSpec) -> list[list[HeadId]]:

@@ -14,11 +14,12 @@ from surgery.locate import selection
 from surgery.locate.locating import locate_heads
 from surgery.locate.methods import METHODS, Column, LocateBatch, register_method
 from surgery.recipe import Locate, Search, Splice
-from surgery.recipe.methods import RANKINGS, all_columns
+from surgery.recipe.methods import RANKINGS
 from tests.support.cases import each
 from tests.support.pico import pico_base, pico_tokenizer, prompts
 
 SECTION = Locate(pairs=4, examples=4, batch_size=2)
+LOSS = Column("a", "", effect="loss")
 
 
 @pytest.fixture
@@ -103,39 +104,29 @@ class TestRegister:
         with pytest.raises(SurgeryError, match=r"^locating method size: AttributeError: .*test_methods.py, line \d+"):
             located("size")
 
-    def test_wrong_columns_are_refused(self) -> None:
-        mixed = [Column("a", "", effect="loss"), Column("b", "")]
-        for columns in ([], mixed):
-            with pytest.raises(RecipeError, match=r"locating method: wrong\. Pass at least one column"):
-                register_method("wrong", columns)(size)
-        with pytest.raises(RecipeError, match="A method that trains returns numbers"):
-            register_method("wrong", mixed[:1], trains=True)(size)
-        assert "wrong" not in METHODS
-
-    def test_a_name_is_taken_once_and_a_refusal_changes_no_registry(self) -> None:
-        with pytest.raises(RecipeError, match=r"surgery\.locate\.built_in\.query has this name already"):
-            register_method("query", [Column("query", "")])(size)
-        with pytest.raises(RecipeError, match="way to select heads: gather"):
-            register_method("size", [Column("size", "")], ranks="gather")(size)
-        assert "size" not in METHODS and RANKINGS["gather"].name == "context"
-        with pytest.raises(RecipeError, match="locating method: query"):
-            register_method("query", [Column("query", "")], ranks="length")(size)
-        assert "length" not in RANKINGS and METHODS["query"].ranks == "aggregate"
-
-
-@pytest.mark.usefixtures("registered")
-class TestNamesOfOthers:
-    @each("name", ["ablation", "segment_end", "query_accuracy"])
-    def test_a_column_of_another_method_is_refused(self, name: str) -> None:
-        with pytest.raises(RecipeError, match=rf"size: column: {name}\. The method \w+ has a column of this name"):
-            register_method("size", [Column(name, "", effect="gain")])(size)
-        assert all_columns()["ablation"].effect == "loss" and "size" not in METHODS
-
-    @each("name", ["random", "uniform", "list"])
-    def test_a_selection_without_scores_is_no_ranking(self, name: str) -> None:
-        with pytest.raises(RecipeError, match=f"way to select heads: {name}"):
-            register_method("size", [Column("size", "")], ranks=name)
-        assert name not in RANKINGS
+    @each(
+        ("name", "columns", "more", "says"),
+        [
+            ("wrong", [], {}, r"locating method: wrong\. Pass at least one column"),
+            ("wrong", [LOSS, Column("b", "")], {}, r"locating method: wrong\. Pass at least one column"),
+            ("wrong", [LOSS], {"trains": True}, "A method that trains returns numbers"),
+            ("query", [Column("query", "")], {}, r"surgery\.locate\.built_in\.query has this name already"),
+            ("query", [Column("query", "")], {"ranks": "length"}, "locating method: query"),
+            *(
+                ("size", [Column("size", "")], {"ranks": name}, f"way to select heads: {name}")
+                for name in ("gather", "random", "uniform", "list")
+            ),
+            *(
+                ("size", [Column(name, "", effect="gain")], {}, rf"size: column: {name}\. The method \w+ has a column")
+                for name in ("ablation", "segment_end", "query_accuracy")
+            ),
+        ],
+    )
+    def test_a_refusal_changes_no_registry(self, name: str, columns: Any, more: dict[str, Any], says: str) -> None:
+        before = [dict(registry.items()) for registry in (METHODS, RANKINGS)]
+        with pytest.raises(RecipeError, match=says):
+            register_method(name, columns, **more)(size)
+        assert [dict(registry.items()) for registry in (METHODS, RANKINGS)] == before
 
 
 @pytest.mark.usefixtures("registered")

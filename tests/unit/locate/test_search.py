@@ -29,23 +29,19 @@ def test_rounds_double_and_end_at_all_prompts(first: int, examples: int, expecte
 
 
 def test_drops_what_is_clearly_worse_and_nothing_else() -> None:
-    scores = drawn([5.0, 4.9, 0.0, 0.1, 0.0, 4.8], 64, 0)
-    assert survivors([scores], range(6), 1, 0.05, 3) == [0, 1, 5]
-    assert survivors([scores], [1, 2, 4], 1, 0.05, 3) == [1], "only among those that are left"
-    assert survivors([scores], range(6), 6, 0.05, 3) == list(range(6))
-    assert {0, 1, 5} <= set(survivors([scores], range(6), 4, 0.05, 3)), "the best four are kept, whoever is fourth"
-
-
-def test_a_head_counts_by_its_better_arm() -> None:
+    scores, unseen = drawn([5.0, 4.9, 0.0, 0.1, 0.0, 4.8], 64, 0), drawn([5.0, 0.0, 4.9, 0.0], 64, 4)
     worse, better = drawn([0.0, 0.0, 0.0], 64, 1), drawn([0.0, 5.0, 0.0], 64, 2)
-    assert survivors([worse, better], range(3), 1, 0.05, 3) == [1]
-    assert survivors([better, worse], range(3), 1, 0.05, 3) == [1]
-
-
-def test_prompts_that_dropped_heads_did_not_see_are_no_hindrance() -> None:
-    scores = drawn([5.0, 0.0, 4.9, 0.0], 64, 4)
-    scores[1, 32:] = np.nan
-    assert survivors([scores], [0, 2, 3], 1, 0.05, 3) == [0, 2]
+    unseen[1, 32:] = np.nan  # prompts that a dropped head did not see are no hindrance
+    for arms, alive, keep, expected in (
+        ([scores], range(6), 1, [0, 1, 5]),
+        ([scores], [1, 2, 4], 1, [1]),  # only among those that are left
+        ([scores], range(6), 6, list(range(6))),
+        ([worse, better], range(3), 1, [1]),  # a head counts by its better arm
+        ([better, worse], range(3), 1, [1]),
+        ([unseen], [0, 2, 3], 1, [0, 2]),
+    ):
+        assert survivors(arms, alive, keep, 0.05, 3) == expected
+    assert {0, 1, 5} <= set(survivors([scores], range(6), 4, 0.05, 3)), "the best four are kept, whoever is fourth"
 
 
 def test_the_risk_is_kept() -> None:

@@ -102,13 +102,6 @@ def test_training_does_not_write_into_the_mapped_file(tmp_path: Path, kind: Kind
     assert digest(folder) == before
 
 
-def test_the_config_alone_needs_no_weights(tmp_path: Path) -> None:
-    folder = write(tmp_path, tiny("Mamba2"))
-    (folder / "pytorch_model.bin").unlink()
-    assert load_config(base_of(folder)).vocab_size == PADDED
-    assert_refused(folder, "no weights", "pytorch_model.bin")
-
-
 def own_format(folder: Path, state: dict[str, Tensor]) -> Path:
     return write(folder, tiny("Mamba2"), state=state)
 
@@ -175,17 +168,16 @@ def test_pickles_hold_tensors_alone(
 
 
 @each("kind", ["bin", "legacy bin", "safetensors"])
-def test_truncated_weights(tmp_path: Path, kind: Kind) -> None:
+def test_weights_that_are_cut_a_pointer_or_missing(tmp_path: Path, kind: Kind) -> None:
     folder = write(tmp_path, tiny("Mamba2"), kind)
     (file,) = (f for f in folder.iterdir() if f.name != "config.json")
     file.write_bytes(file.read_bytes()[:-500])
     assert_refused(folder, file.name, "Download it again")
-
-
-def test_a_pointer_instead_of_the_file(tmp_path: Path) -> None:
-    folder = write(tmp_path, tiny("Mamba2"))
-    (folder / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert_refused(folder, "git lfs pull")
+    file.unlink()
+    assert load_config(base_of(folder)).vocab_size == PADDED, "the config alone needs no weights"
+    assert_refused(folder, "no weights", "pytorch_model.bin")
 
 
 def test_a_tokenizer_beside_the_model_and_none(tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ def test_every_key_that_has_a_place_arrives() -> None:
     assert (mamba1.time_step_rank, mamba1.state_size, mamba1.time_step_scale) == (7, 4, 2.0)
 
 
+def attention(**change: Any) -> dict[str, Any]:
+    return {**MAMBA2ATTN_27B, "attn_cfg": {**MAMBA2ATTN_27B["attn_cfg"], **change}}
+
+
 @each(
     ("change", "field", "value", "word"),
     [
@@ -131,32 +135,18 @@ def test_every_key_that_has_a_place_arrives() -> None:
         ({"ssm_cfg": {"headdim": 64}}, "ssm_cfg.headdim", 64, "no such key"),
         ({"ssm_cfg": {}, "attn_layer_idx": [1]}, "attn_layer_idx", [1], "Mamba-1"),
         ({"ssm_cfg": {}, "d_intermediate": 64}, "d_intermediate", 64, "Mamba-1"),
+        (attention(causal=False), "attn_cfg.causal", False, "causal"),
+        (attention(mlp_dim=256), "attn_cfg.mlp_dim", 256, "not supported"),
+        (attention(num_heads_kv=7), "attn_cfg.num_heads_kv", 7, "30 heads"),
+        (attention(rotary_emb_dim=129), "attn_cfg.rotary_emb_dim", 129, "128"),
+        (attention(rotary_emb_dim=256), "attn_cfg.rotary_emb_dim", 256, "128"),
+        (attention(num_heads=0), "attn_cfg.num_heads", 0, "whole number"),
+        (attention(window=128), "attn_cfg.window", 128, "no such key"),
+        ({**MAMBA2ATTN_27B, "attn_layer_idx": [9, 64]}, "attn_layer_idx", 64, "0 to 63"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused(change: dict[str, Any], field: str, value: Any, word: str) -> None:
     assert_refused({**MAMBA2_130M, **change}, field, value, word)
-
-
-@each(
-    ("change", "field", "value", "word"),
-    [
-        ({"causal": False}, "attn_cfg.causal", False, "causal"),
-        ({"mlp_dim": 256}, "attn_cfg.mlp_dim", 256, "not supported"),
-        ({"num_heads_kv": 7}, "attn_cfg.num_heads_kv", 7, "30 heads"),
-        ({"rotary_emb_dim": 129}, "attn_cfg.rotary_emb_dim", 129, "128"),
-        ({"rotary_emb_dim": 256}, "attn_cfg.rotary_emb_dim", 256, "128"),
-        ({"num_heads": 0}, "attn_cfg.num_heads", 0, "whole number"),
-        ({"window": 128}, "attn_cfg.window", 128, "no such key"),
-    ],
-)
-def test_attention_that_cannot_be_expressed_is_refused(
-    change: dict[str, Any], field: str, value: Any, word: str
-) -> None:
-    assert_refused({**MAMBA2ATTN_27B, "attn_cfg": {**MAMBA2ATTN_27B["attn_cfg"], **change}}, field, value, word)
-
-
-def test_attention_layers_have_to_be_there() -> None:
-    assert_refused({**MAMBA2ATTN_27B, "attn_layer_idx": [9, 64]}, "attn_layer_idx", 64, "0 to 63")
 
 
 def test_mamba3_is_recognised_and_honestly_refused() -> None:

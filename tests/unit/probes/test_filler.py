@@ -69,38 +69,31 @@ def test_a_source_passes_both_on() -> None:
     assert all(2 <= len(words.split()) <= 4 and len(value) == 6 for words, value in lines)
 
 
-def test_a_source_refuses_what_does_not_fit() -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"filler": [4, 2]}, "low <= high"),
-        ({"filler": [-1, 2]}, "greater than or equal to 0"),
-        ({"filler": 4}, "filler"),
-        ({"task": "mqar", "filler": [0, 2]}, "mqar does not use `filler`"),
-        ({"task": "multi_hop", "pairs": [4, 8], "value_digits": [1, 2]}, "multi_hop does not use `value_digits`"),
-        ({"task": None, "data": {"path": "x.jsonl"}, "filler": [0, 2]}, "x.jsonl does not use `filler`"),
-        ({"value_digits": [0, 2]}, "greater than or equal to 1"),
-        ({"value_digits": [1, 1]}, "10 values of 1 digits, fewer than 16 `pairs`"),
-        ({"value_digits": [1, 2], "pairs": [2, 91]}, "90 values of 2 digits, fewer than 91 `pairs`"),
-    ]
-    for given, why in cases:
-        with pytest.raises(ValidationError, match=why):
-            source(**given)
+def evaluation(**given: Any) -> Evaluate:
+    return Evaluate.model_validate({"pairs": [8], **given})
 
 
-def test_an_evaluation_refuses_what_does_not_fit() -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"tasks": [{"task": "copying", "filler": [1, 2]}]}, "copying does not use `filler`"),
-        ({"tasks": [{"task": "multi_hop", "value_digits": [1, 2]}]}, "multi_hop does not use `value_digits`"),
-        ({"tasks": [{"task": "records", "value_digits": [1, 1]}], "pairs": [8, 16]}, "fewer than 16 `pairs`"),
-        ({"tasks": ["perplexity", {"task": "perplexity", "name": "other"}]}, "perplexity does not use `name`"),
-        ({"tasks": [{"task": "records", "name": "kv_retrieval"}]}, "another meaning in results"),
-        ({"tasks": [{"task": "records", "name": "held_out"}]}, "another meaning in results"),
-        ({"tasks": [{"task": "records", "name": "a/b"}]}, "name"),
-        ({"tasks": ["records", {"task": "records", "filler": [1, 2]}]}, "lists records twice.*set `name`"),
-        ({"tasks": [{"task": "records", "name": "far"}], "generate": ["records"]}, "not among"),
+def test_what_does_not_fit_is_refused() -> None:
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (source, {"filler": [4, 2]}, "low <= high"),
+        (source, {"filler": [-1, 2]}, "greater than or equal to 0"),
+        (source, {"filler": 4}, "filler"),
+        (source, {"task": "mqar", "filler": [0, 2]}, "mqar does not use `filler`"),
+        (source, {"value_digits": [0, 2]}, "greater than or equal to 1"),
+        (source, {"value_digits": [1, 1]}, "10 values of 1 digits, fewer than 16 `pairs`"),
+        (source, {"value_digits": [1, 2], "pairs": [2, 91]}, "90 values of 2 digits, fewer than 91 `pairs`"),
+        (evaluation, {"tasks": [{"task": "copying", "filler": [1, 2]}]}, "copying does not use `filler`"),
+        (evaluation, {"tasks": [{"task": "records", "value_digits": [1, 1]}], "pairs": [16]}, "fewer than 16 `pairs`"),
+        (evaluation, {"tasks": ["perplexity", {"task": "perplexity", "name": "x"}]}, "perplexity does not use `name`"),
+        (evaluation, {"tasks": [{"task": "records", "name": "kv_retrieval"}]}, "another meaning in results"),
+        (evaluation, {"tasks": [{"task": "records", "name": "held_out"}]}, "another meaning in results"),
+        (evaluation, {"tasks": [{"task": "records", "name": "a/b"}]}, "name"),
+        (evaluation, {"tasks": ["records", {"task": "records", "filler": [1, 2]}]}, "lists records twice.*set `name`"),
+        (evaluation, {"tasks": [{"task": "records", "name": "far"}], "generate": ["records"]}, "not among"),
     ]
-    for given, why in cases:
+    for make, given, why in cases:
         with pytest.raises(ValidationError, match=why):
-            Evaluate.model_validate({"pairs": [8], **given})
+            make(**given)
 
 
 def test_a_task_is_evaluated_near_and_far_on_the_same_pairs() -> None:

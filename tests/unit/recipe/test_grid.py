@@ -37,7 +37,7 @@ def names(grid: Grid) -> list[str]:
         ("it's,that's", ("it's", "that's")),
     ],
 )
-def test_values_are_yaml_between_brackets(path: Path, text: str, values: tuple[Any, ...]) -> None:
+def test_values_are_yaml_between_brackets(text: str, values: tuple[Any, ...]) -> None:
     assert _values_in("key", text) == values
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +59,7 @@ def refused(*overrides: str) -> str:
     return str(caught.value)
 
 
-# An override, and what its error says. Nothing of pydantic's own wording.
+# An override or several, and what the error says. Nothing of pydantic's own wording.
 REFUSED = {
     "splicee=1": "splicee: 1. Unknown key",
     "locate.colour=red": "locate.colour: 'red'. Unknown key",
@@ -83,7 +81,6 @@ REFUSED = {
     "train.sources.0.pairs=[8,4]": "train.sources.0.pairs: [8, 4]. ",
     "train.sources.0.pairs=[1,4]": "train.sources.0.pairs.0: 1. ",
     "train.sources.0.pairs=[4]": "a range [low, high]",
-    "train.sources.0.split=1": "kv_retrieval does not use `split`",
     "train.align.heads=5": "train.align.heads: 5. It must be a section with keys, such as {L17H3",
     "seed=-1": "seed: -1. ",
     "name=a/b": "name: 'a/b'. Use letters, digits, dots",
@@ -122,7 +119,6 @@ REFUSED = {
     "splice={init: teacher, teacher: {model: a/b, donors: {L1H1: head}}}": "L<layer>H<head>",
     "splice={init: ssm, random_width: 8}": "`random_width` is for",
     "splice={form: block, random_width: 8}": "`random_width` is for",
-    "train.sources.1.pairs=[2,4]": "sentence does not use `pairs`",
     "splice.before=1": "`before` needs `form: block`",
     "splice.head_dim=8": "`head_dim` needs `form: block`",
     "splice={form: pair, init: teacher}": "or `init: ssm`",
@@ -133,6 +129,14 @@ REFUSED = {
     "splice={mode: replace, output: copy}": "`output: copy` needs `form: head`, `mode: add`",
     "splice={form: pair, state_size: 4}": "set `form: head`",
     "splice={form: pair, min_width: 32}": "min_width",
+    "splice.form=pair & export.format=transformers": "export.format: nemotron_h",
+    "splice.form=pair & train.trainable=lora": "trainable: lora. Set all or new_heads",
+    "splice.form=pair & train.trainable=spliced_layers": "trainable: spliced_layers",
+    "splice.form=pair & train.compile=true": "train.compile",
+    "splice.form=pair & train={read_steps: 5, sources: [{task: records, weights: {attention: 1}}]}": "steps. Remove",
+    "splice.form=pair & train={teacher: {model: t}, sources: [{task: records, weights: {hidden_mse: 1}}]}": (
+        "(model.hidden_states)"
+    ),
     "name.a.b=1": "inside a scalar",
     "train.sources.2.rows=8": "override: train.sources.2.rows. '2' is not an index of this list. Use 0 to 1",
     "train.sources.first=8": "'first' is not an index of this list. Use 0 to 1",
@@ -144,7 +148,7 @@ REFUSED = {
 
 def test_a_bad_value_is_refused_by_field_and_value() -> None:
     for override, says in REFUSED.items():
-        assert says in refused("train.steps=5", override), override
+        assert says in refused("train.steps=5", *override.split(" & ")), override
 
 
 def test_the_cause_of_several_faults_comes_first_and_the_others_are_counted() -> None:
@@ -216,19 +220,6 @@ def test_the_shipped_recipe_is_the_one_of_the_checkout() -> None:
         shipped("no-such-recipe")
 
 
-def test_a_recipe_is_validated_without_torch() -> None:
-    """Objectives are described by their classes, which import torch when they compute."""
-    code = (
-        "import sys, surgery.recipe as r\n"
-        "loaded = r.load_recipe('recipes/quickstart.yaml')\n"
-        "assert loaded.train.needs == {'answers', 'gold_positions', 'model.attention', 'base.logits'}\n"
-        "assert 'base_kl' in str(r.Recipe.model_json_schema())\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 @each(("select", "needed"), [("ablation", "ablation"), ("gather", "context")])
 def test_what_is_not_measured_cannot_choose(select: str, needed: str) -> None:
     hint = "Add it, or set splice.select to aggregate or sharpen"
@@ -257,21 +248,6 @@ def test_init_and_export_format_follow_the_form(form: str) -> None:
         assert recipe("splice.form=block", reads).train.trainable == "reads"
     else:
         assert "trainable: reads" in refused("splice.form=pair", reads)
-
-
-@each(
-    ("override", "says"),
-    [
-        ("export.format=transformers", "export.format: nemotron_h"),
-        ("train.trainable=lora", "trainable: lora. Set all or new_heads"),
-        ("train.trainable=spliced_layers", "trainable: spliced_layers"),
-        ("train.compile=true", "train.compile"),
-        ("train={read_steps: 5, sources: [{task: records, weights: {attention: 1}}]}", "train.read_steps. Remove"),
-        ("train={teacher: {model: t}, sources: [{task: records, weights: {hidden_mse: 1}}]}", "(model.hidden_states)"),
-    ],
-)
-def test_what_does_not_go_with_a_form_is_refused(override: str, says: str) -> None:
-    assert says in refused("splice.form=pair", override)
 
 
 def test_one_name_or_number_stands_for_a_list_of_one() -> None:

@@ -97,11 +97,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": None, "task": "kv_retrieval", "max_tokens": 5}, "kv_retrieval does not use `max_tokens`"),
     ({"data": None, "task": "needle_single"}, "needle_single needs `max_tokens`"),
     ({"data": None, "task": "needle_multi_key", "max_tokens": 300, "pairs": [2, 17]}, "takes 2 to 16 `pairs`"),
-    ({"data": None, "task": "multi_hop"}, "takes 4 to 100 `pairs`, not 2 to 16"),
-    ({"data": None, "task": "multi_hop", "pairs": [4, 8], "questions": 2}, "multi_hop does not use `questions`"),
     ({"questions": 2}, "x.jsonl does not use `questions`"),
     ({"train_eos": True}, "x.jsonl does not use `train_eos`: remove it, or set `data.end`"),
-    ({"data": None, "task": "phonebook", "groups": [4]}, "does not use `groups`"),
     ({"data": None, "task": "json_kv", "groups": [2, 2]}, "at least 3 in the first"),
     ({"data": None, "task": "copying", "weights": {"attention": 1.0}}, "no gold position"),
 ]

@@ -225,20 +225,6 @@ class TestSideChannels:
         hybrid.model.layers[4].mixer.out_proj.weight.add_(1e-3)
         assert not torch.allclose(attention_of_the_upper_block(), with_it, atol=1e-3)
 
-    @each("value", [[31, 40], [32, 48], [32, 32], [32, 41], [32], [32, "40"], [True, 40], "32-40", None])
-    def test_wrong_channels_of_a_pair_are_refused(self, value: Any) -> None:
-        config = copy.deepcopy(inserted("side").config)
-        config.inserted[0]["channels"] = value
-        with pytest.raises(ModelError, match="inserted"):
-            plan_of_hybrid(config, "x")
-
-    @each("value", [-1, 40, 1000, "8", True, None])
-    def test_a_wrong_number_in_a_config_is_refused(self, value: Any) -> None:
-        config = copy.deepcopy(inserted("side").config)
-        config.side_channels = value
-        with pytest.raises(ModelError, match="channels"):
-            plan_of_hybrid(config, "x")
-
 
 class TestStock:
     """Saved, it is transformers' own class."""
@@ -379,20 +365,23 @@ class TestPlan:
         with pytest.raises(PlanError, match="hybrid already"):
             check_not_spliced(inserted("block").config)
 
-    @each(
-        ("key", "value"),
-        [
-            ("layers", [0]), ("layers", [1, 2]), ("layers", "1"), ("layers", []), ("before", 2), ("before", None),
-            ("form", "head"), ("form", []), ("init", "teacher"), ("init", "ssm"), ("heads", []), ("heads", [-1]),
-            ("reads", []), ("surplus", 1),
-        ],
-    )  # fmt: skip
-    def test_a_wrong_entry_of_a_config_is_refused(self, key: str, value: Any) -> None:
-        config = copy.deepcopy(inserted("block").config)
+    WRONG: dict[str, list[Any]] = {
+        "channels": [[31, 40], [32, 48], [32, 32], [32, 41], [32], [32, "40"], [True, 40], "32-40", None],
+        "side_channels": [-1, 40, 1000, "8", True, None],
+        "layers": [[0], [1, 2], "1", []], "before": [2, None], "form": ["head", []], "init": ["teacher", "ssm"],
+        "heads": [[], [-1]], "reads": [[]], "surplus": [1],
+    }  # fmt: skip
+
+    @each(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+    def test_a_wrong_field_is_refused(self, key: str, value: Any) -> None:
+        config = copy.deepcopy(inserted("side" if "channels" in key else "block").config)
         assert len(inserted_entries(config)) == 2
-        config.inserted[0][key] = value
-        with pytest.raises(ModelError, match="inserted"):
-            inserted_entries(config)
+        if key == "side_channels":
+            config.side_channels = value
+        else:
+            config.inserted[0][key] = value
+        with pytest.raises(ModelError, match=r"inserted|channels"):
+            plan_of_hybrid(config, "x")
 
     def test_a_field_in_the_config_of_another_class_is_refused(self) -> None:
         config = copy.deepcopy(base().config)

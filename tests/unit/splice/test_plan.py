@@ -13,7 +13,7 @@ from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan, splice_field
-from surgery.types import Graft, HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
+from surgery.types import HeadId, HeadSet, Plan, ScoredHead, plan_from_json, to_json
 from tests.support.battery import plan_of, spliced
 from tests.support.cases import each
 from tests.support.pico import (
@@ -66,47 +66,23 @@ class TestMakePlan:
             make_plan(chosen(name), pico_config())
 
 
-class TestCheckSites:
-    """Plans are files that people edit."""
-
-    def _refused(self, plan: Plan, *grafts: Graft) -> pytest.ExceptionInfo:
-        with pytest.raises(PlanError, match=r"^plan\.json") as caught:
-            splice_field(dataclasses.replace(plan, grafts=grafts), pico_config())
-        return caught
-
-    @each("change", [{"head_dim": 8}, {"layer": 9}, {"path": "elsewhere"}, {"num_groups": 4}])
-    def test_a_site_that_the_model_does_not_have(self, change: dict[str, Any]) -> None:
-        plan = make_plan(chosen("L1H2"), pico_config())
-        (graft,) = plan.grafts
-        caught = self._refused(plan, dataclasses.replace(graft, site=dataclasses.replace(graft.site, **change)))
-        assert "[0, 1, 2]" in str(caught.value)
-
-    def test_a_plan_that_splices_nothing(self) -> None:
-        plan = make_plan(chosen("L1H2"), pico_config())
-        empty = dataclasses.replace(plan.grafts[0], heads=(), reads=())
-        for grafts in ((), (empty,), (*plan.grafts, dataclasses.replace(empty, site=plan.grafts[0].site))):
-            assert "at least one head" in str(self._refused(plan, *grafts).value)
-        with pytest.raises(PlanError, match=r"^plan\.json grafts: \[\]"):
-            splice_model(pico_base(), dataclasses.replace(plan, grafts=()))
-
-    def test_a_branch_that_nobody_registered(self) -> None:
-        plan = make_plan(chosen("L1H2"), pico_config())
-        edited = dataclasses.replace(plan, grafts=(dataclasses.replace(plan.grafts[0], init="magic"),))
-        with pytest.raises(PlanError, match=r"^graft\.init: 'magic'\. Use one of ssm, random, teacher, .*plugins"):
-            splice_field(edited, pico_config())
-
-    def test_two_grafts_for_one_layer(self) -> None:
-        """The second would silently take the place of the first."""
-        plan = make_plan(chosen("L1H2"), pico_config())
-        (graft,) = plan.grafts
-        caught = self._refused(plan, graft, dataclasses.replace(graft, heads=(0,)))
-        assert "[1, 1]" in str(caught.value)
-
-    def test_grafts_in_another_order_than_the_layers(self) -> None:
-        """Attention comes back in the order of the layers, and what it is compared with in that of the grafts."""
-        plan = make_plan(chosen("L0H2", "L2H1"), pico_config())
-        caught = self._refused(plan, *reversed(plan.grafts))
-        assert "[2, 0]" in str(caught.value) and "order of their layers" in str(caught.value)
+def test_plans_that_people_edited_are_refused() -> None:
+    """A site that the model lacks, no heads, an unknown branch, two grafts for a layer, grafts in another order."""
+    plan = make_plan(chosen("L1H2"), pico_config())
+    (graft,), changed = plan.grafts, dataclasses.replace
+    elsewhere = ({"head_dim": 8}, {"layer": 9}, {"path": "elsewhere"}, {"num_groups": 4})
+    empty = changed(graft, heads=(), reads=())
+    for grafts, says in (
+        *(((changed(graft, site=changed(graft.site, **change)),), r"^plan\.json.*\[0, 1, 2\]") for change in elsewhere),
+        *((grafts, r"^plan\.json.*at least one head") for grafts in ((), (empty,), (graft, empty))),
+        ((changed(graft, init="magic"),), r"^graft\.init: 'magic'\. Use one of ssm, random, teacher, .*plugins"),
+        ((graft, changed(graft, heads=(0,))), r"^plan\.json.*\[1, 1\]"),
+        (make_plan(chosen("L0H2", "L2H1"), pico_config()).grafts[::-1], r"^plan\.json.*\[2, 0\].*order of their"),
+    ):
+        with pytest.raises(PlanError, match=says):
+            splice_field(changed(plan, grafts=grafts), pico_config())
+    with pytest.raises(PlanError, match=r"^plan\.json grafts: \[\]"):
+        splice_model(pico_base(), changed(plan, grafts=()))
 
 
 class TestDonors:
@@ -163,6 +139,9 @@ class TestPlanOfHybrid:
         config.splice[0]["donors"] = 5
         with pytest.raises(PlanError, match=r"^config\.json splice donors: 5\. It must be a list"):
             plan_of_hybrid(config, "")
+        config.splice = [{**config.splice[1], "layer": 7}]
+        with pytest.raises(PlanError, match=r"layer 7.*\[0, 1, 2\]"):
+            plan_of_hybrid(config, "m")
 
     def _lost(self, plan: Plan) -> Plan:
         """All of a plan that a config holds: not the base's name, the seed, or which teacher it was."""
@@ -186,9 +165,3 @@ class TestPlanOfHybrid:
         hybrid = family_of(config).hybrid_config(config, splice_field(plan, config, section, teacher))
         assert plan_of_hybrid(hybrid, "h") == self._lost(plan)
         assert len(family_of(hybrid).sites(hybrid)) == 2, "the config itself is not changed"
-
-    def test_an_entry_for_no_layer_is_refused(self) -> None:
-        config = pico_hybrid([pico_site(1)]).config
-        config.splice = [{**config.splice[0], "layer": 7}]
-        with pytest.raises(PlanError, match=r"layer 7.*\[0, 1, 2\]"):
-            plan_of_hybrid(config, "m")

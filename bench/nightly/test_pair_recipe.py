@@ -11,7 +11,7 @@ from bench.studies.inserted.study import Arm
 from surgery.recipe import Train
 from surgery.recipe.loading import load_recipe
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_recipe_is_the_documented_one() -> None:

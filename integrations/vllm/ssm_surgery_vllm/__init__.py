@@ -2,29 +2,32 @@
 
 from typing import Any
 
-__version__ = "0.2.0"
 TESTED = "0.32."  # releases of vLLM
 
 
 def register() -> None:
     """Register configs, shapes, checks and models. May be called more than once."""
-    from transformers import AutoConfig
-    from vllm import ModelRegistry
     from vllm import __version__ as vllm_version
     from vllm.logger import init_logger
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-    from vllm.transformers_utils.config import _CONFIG_REGISTRY
-    from vllm.transformers_utils.model_arch_config_convertor import (
-        MODEL_ARCH_CONFIG_CONVERTORS,
-        ModelArchConfigConvertorBase,
-    )
-
-    from .config import CONFIGS, REFUSED_TYPES, refusing
-    from .engine import EngineChecks
 
     if not vllm_version.startswith(TESTED):
         text = "ssm-surgery-vllm was tested with vLLM %sx. This is %s: compare its answers with transformers'."
         init_logger(__name__).warning(text, TESTED, vllm_version)
+    try:
+        from transformers import AutoConfig
+        from vllm import ModelRegistry
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+        from vllm.transformers_utils.config import _CONFIG_REGISTRY
+        from vllm.transformers_utils.model_arch_config_convertor import (
+            MODEL_ARCH_CONFIG_CONVERTORS,
+            ModelArchConfigConvertorBase,
+        )
+
+        from .config import CONFIGS, REFUSED_TYPES, refusing
+        from .engine import EngineChecks
+    except ImportError as error:  # vLLM would stop for every model, not for hybrids alone
+        init_logger(__name__).error("ssm-surgery-vllm serves no hybrids with vLLM %s: %s", vllm_version, error)
+        return
 
     class BranchConvertor(ModelArchConfigConvertorBase):
         """For a base without attention: the branches' heads and width. `num_heads`, `head_dim` are the SSM's."""

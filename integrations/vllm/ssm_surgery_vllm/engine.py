@@ -57,12 +57,11 @@ def reasons(vllm_config: Any) -> list[str]:
         lines.append(f"quantization {model.quantization} is not supported. Serve the weights as they are.")
     if vllm_config.lora_config is not None:
         lines.append("LoRA adapters are not supported. Merge them before the export.")
-    if getattr(vllm_config, "kv_transfer_config", None) is not None:
+    # vLLM makes a KV transfer of the size, later.
+    if getattr(vllm_config, "kv_transfer_config", None) or getattr(cache, "kv_offloading_size", None) is not None:
         lines.append("KV transfer between engines is not supported.")
     if getattr(cache, "use_replayssm", False):
         lines.append("ReplaySSM is not supported. Remove --use-replayssm.")
-    if cache.mamba_cache_mode not in ("none", "align"):
-        lines.append(f"mamba_cache_mode {cache.mamba_cache_mode} is not supported. Set it to align.")
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         lines.append(f"kv_cache_dtype {cache.cache_dtype} is not supported. Set it to auto.")
     return lines

@@ -8,7 +8,6 @@ Shape legend: N tokens of all requests, D model width, C channels, I inner width
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from vllm.model_executor.layers.mamba import mamba_mixer
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM
 from vllm.model_executor.models.interfaces import IsHybrid
@@ -86,10 +85,6 @@ class BranchMixin(MambaBase):
         """Return the dtypes of the mixer's states and of the branch's, which is that of the mixer's convolution."""
         dtypes = super().get_state_dtype()
         return (*dtypes, dtypes[0])
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
-        """As the mixer's, without states from within a prefill: vLLM stores the first two only."""
-        return replace(super().get_kv_cache_spec(vllm_config), num_prefill_checkpoint_blocks=0)
 
     def convolve(self, x_NC: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a branch's causal convolution to the new tokens of every request, and update its state."""
@@ -200,17 +195,16 @@ class HybridModelMixin:
         dtypes = super().get_mamba_state_dtype_from_config(vllm_config)
         return (*dtypes, dtypes[0])
 
-    @classmethod
-    def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
-        """Return how vLLM copies each state."""
-        return *super().get_mamba_state_copy_func(), get_conv_copy_spec
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load an export's tensors. The columns of replaced heads are 0 in an export; they are set to 0 in any case."""
         tied = self.config.tie_word_embeddings
         loaded = super().load_weights(
             (self.stored_name(name), tensor) for name, tensor in weights if not (tied and name.startswith("lm_head."))
         )
+        if (
+            missing := {name for name, _ in self.named_parameters()} - loaded
+        ):  # vLLM itself does not look at Linear layers
+            raise ValueError(f"ssm-surgery-vllm: the export has no weights for {', '.join(sorted(missing)[:5])}")
         for name, module in self.named_modules():
             if isinstance(module, BranchMixin) and module.attention is not None:
                 module.silence(self.config.sites[layer_of(name)].replaced_channels)

@@ -165,6 +165,8 @@ def run_mode(folder: Path, reference: dict[str, Any], mode: str) -> list[dict[st
         return []
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if mode == "preemption":
+        if folder not in BLOCKS:
+            run_mode(folder, reference, "one batch")
         options = {**options, "num_gpu_blocks_override": small_cache(config, sets["growing"], BLOCKS[folder])}
     llm = load(folder, **options)
     BLOCKS[folder] = llm.llm_engine.vllm_config.cache_config.block_size
@@ -199,13 +201,9 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "LoRA": ({"enable_lora": True}, "LoRA adapters are not supported"),
     "8-bit cache": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not supported"),
 }
-REFUSED_EXPORTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "splice version": ({"splice_version": 2}, {}, "splice_version: 2. This plugin serves version 1."),
-    "family": ({"model_type": "bamba_hybrid"}, {}, "vLLM has no Bamba since 0.23. Load it with transformers."),
-    "mode": ({}, {"mode": "mix"}, "splice[0].mode: 'mix'. The plugin needs add or replace (splice version 1)."),
-    "kind of branch": ({}, {"init": "teacher"}, "splice[0].init: 'teacher'. The plugin needs ssm or random"),
-    "whole layer": ({}, {"unit": "layer"}, "splice[0].unit: 'layer'. The plugin needs 'head'"),
-    "new field": ({}, {"window": 4}, "splice[0].window: unknown in splice version 1."),
+REFUSED_EXPORTS: dict[str, tuple[dict[str, Any], str]] = {
+    "splice version": ({"splice_version": 2}, "splice_version: 2. This plugin serves version 1."),
+    "family": ({"model_type": "bamba_hybrid"}, "vLLM has no Bamba since 0.23. Load it with transformers."),
 }
 
 
@@ -220,9 +218,8 @@ def refusals(folder: Path, work: Path, mamba1: Path) -> list[dict[str, Any]]:
     attempts: list[tuple[str, Path, dict[str, Any], str]] = [
         (name, folder, options, line) for name, (options, line) in REFUSED_OPTIONS.items()
     ]
-    for name, (fields, entry, line) in REFUSED_EXPORTS.items():
+    for name, (fields, line) in REFUSED_EXPORTS.items():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | fields
-        config["splice"] = [config["splice"][0] | entry]
         copy = work / name.replace(" ", "-")
         copy.mkdir(parents=True, exist_ok=True)
         (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")

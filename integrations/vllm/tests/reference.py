@@ -1,6 +1,6 @@
 """Write hybrids, prompts and transformers' answers to them, for `compare.py`. Runs in the repository's environment.
 
-    python integrations/vllm/tests/reference.py .serve/cases [--only NAME ...] [--keep]
+    python integrations/vllm/tests/reference.py .serve/cases [--only NAME ...]
 
 Every case is a folder with a checkpoint and `answers.json`: prompts as token ids, and for each the greedy tokens of
 transformers in fp32 with their log-probabilities and the margins to the second choice. The set `lengths` also has the
@@ -235,11 +235,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", default=list(CASES))
-    parser.add_argument("--keep", action="store_true", help="skip cases that are there")
     options, _ = parser.parse_known_args()  # `make serve-test` passes the options of compare.py too
     for name in [name for name in CASES if name in options.only]:
-        if not options.keep or not (options.folder / name / "answers.json").exists():
-            write_case(name, options.folder / name)
+        write_case(name, options.folder / name)
         print(f"{name}: ready", flush=True)
 
 

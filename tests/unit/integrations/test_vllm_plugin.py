@@ -282,7 +282,7 @@ def engine(**changes: Any) -> SimpleNamespace:
         ({"lora_config": object()}, "LoRA adapters are not supported"),
         ({"kv_transfer_config": object()}, "KV transfer between engines is not supported"),
         ({"cache__use_replayssm": True}, "ReplaySSM is not supported"),
-        ({"cache__mamba_cache_mode": "all"}, "mamba_cache_mode all is not supported"),
+        ({"cache__kv_offloading_size": 1.0}, "KV transfer between engines is not supported"),
         ({"cache__cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not supported"),
     ],
 )

@@ -47,20 +47,6 @@ class TinyMamba2(Section):
         return self
 
 
-class TinyMamba(Section):
-    """Shape of a small Mamba-1."""
-
-    kind: Literal["mamba"]
-    hidden_size: Positive = 128
-    num_hidden_layers: Positive = 4
-    state_size: Positive = 16
-    time_step: TimeStep = (0.05, 0.5)
-    decay: PositiveRange = Field(
-        (0.02, 1.0), description="Initial -A of the first and the last state of a channel (log-spaced)."
-    )
-    vocab_size: VocabSize = 1024
-
-
 class TinyTransformer(Section):
     """Shape of a small Transformer (Llama architecture) to use as a teacher."""
 
@@ -99,9 +85,7 @@ def _kind(value: Any) -> str:
 
 
 TinyModel = Annotated[
-    Annotated[TinyMamba2, Tag("mamba2")]
-    | Annotated[TinyMamba, Tag("mamba")]
-    | Annotated[TinyTransformer, Tag("llama")],
+    Annotated[TinyMamba2, Tag("mamba2")] | Annotated[TinyTransformer, Tag("llama")],
     Discriminator(_kind),
 ]
 
@@ -149,13 +133,9 @@ class PretrainRecipe(Section):
             "train.check_every": train.check_every,
             "evaluate.efficiency": evaluate.efficiency,
             "evaluate.read_twice": evaluate.read_twice,
+            "evaluate.lm_eval": evaluate.lm_eval,
+            "data.holdout": any(data.holdout for data in train.own_data),
         }
         if names := [name for name, value in unused.items() if value]:
             raise ValueError(f"Pretraining does not use {', '.join(f'`{name}`' for name in names)}. Remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _a_fixed_number_of_steps(self) -> PretrainRecipe:
-        if self.train.has_plateau:
-            raise ValueError("Pretraining evaluates at each tenth of its steps. Set `train.plateau` to null")
         return self

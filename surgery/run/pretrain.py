@@ -18,8 +18,6 @@ from transformers import (
     LlamaForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -35,7 +33,6 @@ from surgery.files.atomic import (
     digest,
     fingerprint,
     new_folder,
-    read_json,
     read_mapping,
     sweep,
     write_json,
@@ -44,17 +41,15 @@ from surgery.files.atomic import (
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, kind_of, mark
 from surgery.probes.registry import PROBES
-from surgery.recipe import PretrainRecipe, TinyMamba, TinyMamba2, TinyTransformer, to_yaml
+from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
-from surgery.report.results import entries, label_of
+from surgery.report.results import cell_of, entries, label_of
 from surgery.train.training import make_accelerator, train_model
 
 Progress = Callable[[int, int, str], None]
 
 
-def build_model(
-    shape: TinyMamba2 | TinyMamba | TinyTransformer, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> PreTrainedModel:
+def build_model(shape: TinyMamba2 | TinyTransformer, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """Initialise a small model from the section `model` of a recipe, with the tokenizer's vocabulary."""
     torch.manual_seed(seed)
     common = {
@@ -73,11 +68,7 @@ def build_model(
     # With the usual initialisation (dt of 0.001 to 0.1, A of 1 to H), a head reads a hundredth as much from its state
     # as passes through the skip connection D. Only long runs overcome this, so dt is larger here and A smaller.
     common |= dict(zip(("time_step_min", "time_step_max"), shape.time_step, strict=True))
-    model: PreTrainedModel
-    if isinstance(shape, TinyMamba2):
-        model = Mamba2ForCausalLM(Mamba2Config(num_heads=2 * shape.hidden_size // shape.head_dim, **common))
-    else:
-        model = MambaForCausalLM(MambaConfig(**common))
+    model = Mamba2ForCausalLM(Mamba2Config(num_heads=2 * shape.hidden_size // shape.head_dim, **common))
     with torch.no_grad():
         for block in model.backbone.layers:
             a_log = block.mixer.A_log
@@ -152,33 +143,20 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
             raise RunError("--to", str(folder), f"{entry} is not a pretraining checkpoint. Set another folder.")
     mark(steps, "checkpoints")
     prompts = make_prompts(recipe.evaluate, recipe.seed, tokenizer=tokenizer)
-    marks = {math.ceil(recipe.train.num_all_steps * tenth / 10) for tenth in range(1, 11)}
-    scores_file, inputs_file = steps / "scores.json", steps / "inputs.json"
+    inputs_file = steps / "inputs.json"
     data = [file for own in recipe.train.own_data for file in local_files(own)]
     # What the first weights and the documents depend on, besides the section `train`.
     begin = [recipe.model.model_dump(mode="json"), recipe.seed, tokenizer.backend_tokenizer.to_str()]
-    inputs = {
-        "model": fingerprint([*begin, digest(*data) if data else ""]),
-        "evaluate": fingerprint(recipe.evaluate.model_dump(mode="json")),
-    }
-    earlier = read_mapping(inputs_file)
+    inputs = {"model": fingerprint([*begin, digest(*data) if data else ""])}
     begun = any(steps.rglob("step_*"))  # those of stages lie in folders of their own
-    if begun and earlier.get("model", inputs["model"]) != inputs["model"]:
+    if begun and read_mapping(inputs_file).get("model", inputs["model"]) != inputs["model"]:
         hint = f"{steps} has checkpoints of another model, tokenizer or data. Delete it, or set another folder."
         raise RunError("--to", str(folder), hint)
-    if not begun or earlier.get("evaluate", inputs["evaluate"]) != inputs["evaluate"]:
-        scores_file.unlink(missing_ok=True)
     write_json(inputs_file, inputs)
 
     def on_step(step: int, entries: list[dict[str, float]]) -> None:
         if progress is not None:
             progress(step, recipe.train.num_all_steps, f"loss {entries[-1]['loss']:.3f}")
-        if step in marks:
-            scores = read_json(scores_file) if scores_file.is_file() else {}
-            summary = evaluate_model(model, tokenizer, recipe.evaluate, recipe.seed, prompts).summary
-            mark_seen(summary, recipe.evaluate, recipe.train)
-            scores[str(step)] = summary
-            write_json(scores_file, scores)
 
     try:
         history = train_model(
@@ -190,7 +168,8 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
         raise
     from surgery.report.figures.curves import training_curve  # matplotlib is slow to import
 
-    scores = read_json(scores_file)
+    scores = evaluate_model(model, tokenizer, recipe.evaluate, recipe.seed, prompts).summary
+    mark_seen(scores, recipe.evaluate, recipe.train)
     with new_folder(folder) as new:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
@@ -207,16 +186,10 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
 def base_card(
     recipe: PretrainRecipe, scores: Mapping[str, Any], history: list[dict[str, float]], model: PreTrainedModel
 ) -> str:
-    """Render README.md of the checkpoint: command, time, versions, and `scores`, the evaluation by step."""
+    """Render README.md of the checkpoint: command, time, versions, and `scores`, the evaluation."""
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "apache-2.0"}
     minutes = sum(h["seconds"] for h in history) / 60
-    rows = {step: dict(entries(summary)) for step, summary in sorted(scores.items(), key=lambda s: int(s[0]))}
-    places = list(next(iter(rows.values())).items())
-    lines = [f"| step | {' | '.join(label_of(place, entry) for place, entry in places)} |"]
-    lines.append("|---" * (len(places) + 1) + "|")
-    for step, row in rows.items():
-        cells = (row[place].get("accuracy", row[place].get("perplexity")) for place, _ in places)
-        lines.append(f"| {step} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
+    rows = "".join(f"| {label_of(place, entry)} | {cell_of(entry)} |\n" for place, entry in entries(scores))
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     tasks = dict.fromkeys(source.task for source in sources if source.task is not None)
     kinds = [PROBES[task].label.split(", ")[0] for task in tasks]  # without the half that an evaluation uses
@@ -230,8 +203,8 @@ def base_card(
         f"{'; '.join(texts)}. Its only use is to try the toolkit.\n\n"
         f"Made with `surgery pretrain` and the recipe below, seed {recipe.seed}, in "
         f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(versions)}).\n\n"
-        f"Accuracy on the evaluation split ({recipe.evaluate.examples} prompts each) by training step:\n\n"
-        + "\n".join(lines)
-        + "\n\n![Training losses](training.png)\n\n"
+        f"Accuracy on the evaluation split ({recipe.evaluate.examples} prompts each):\n\n"
+        f"| task | score |\n|---|---|\n{rows}\n"
+        "![Training losses](training.png)\n\n"
         "## Recipe\n\n```yaml\n" + to_yaml(recipe) + "```\n"
     )

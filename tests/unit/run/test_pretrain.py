@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
-from transformers import LlamaForCausalLM, MambaForCausalLM
+from transformers import LlamaForCausalLM
 
 from surgery.errors import RecipeError, RunError
 from surgery.files.atomic import read_json
-from surgery.recipe import PretrainRecipe, TinyMamba, TinyTransformer, check_recipe
+from surgery.recipe import PretrainRecipe, TinyTransformer, check_recipe
 from surgery.recipe.inputs import inputs_of
 from surgery.run.pretrain import base_card, build_model, pretrain
 from tests.support.pico import pico_tokenizer
@@ -52,27 +51,20 @@ def test_the_first_heads_look_as_far_back_as_is_said() -> None:
         assert others_HTT[:, -1].max() < 0.5
 
 
-def test_a_mamba1_has_the_shape_and_the_range_of_dt() -> None:
-    sizes = {"kind": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4}
-    shape = TinyMamba.model_validate({**sizes, "time_step": [0.01, 0.2], "decay": [0.1, 0.8]})
-    model = build_model(shape, pico_tokenizer(), 0)
-    assert isinstance(model, MambaForCausalLM)
-    assert {key: getattr(model.config, key, "mamba") for key in sizes} == sizes
-    for block in model.backbone.layers:
-        dt = softplus(block.mixer.dt_proj.bias)
-        assert dt.min() >= 0.01 and dt.max() <= 0.2 + 1e-4
-
-
 def test_what_pretraining_would_ignore_is_refused() -> None:
     for given, words in (
         ({"train": {"trainable": "lora"}}, "Pretraining trains all weights"),
         ({"train": {"trainable": "new_heads"}}, "Pretraining trains all weights"),
         ({"train": {"trackers": ["wandb"]}}, "`train.trackers`"),
         ({"train": {"check_every": 2}}, "`train.check_every`"),
-        ({"train": {"plateau": {}, "optimizer": {"schedule": "wsd"}}}, r"Set `train\.plateau` to null"),
+        (
+            {"train": {"sources": [{"data": {"path": "x.jsonl", "holdout": 0.1}, "weights": {"lm": 1.0}}]}},
+            "`data.holdout`",
+        ),
         ({"evaluate": {"efficiency": {}}}, "`evaluate.efficiency`"),
         ({"evaluate": {"read_twice": True}}, "`evaluate.read_twice`"),
-        ({"model": {"kind": "rwkv"}}, r"`kind` must be one of 'mamba2', 'mamba', 'llama'$"),
+        ({"evaluate": {"lm_eval": {"tasks": ["piqa"]}}}, "`evaluate.lm_eval`"),
+        ({"model": {"kind": "rwkv"}}, r"`kind` must be one of 'mamba2', 'llama'$"),
         ({"model": {**SHAPE, "looks_back": [1] * 5}}, "looks_back"),
     ):
         more = {"train": {"sources": [SOURCE], **given["train"]}} if "train" in given else {}
@@ -97,17 +89,15 @@ def test_the_card_names_what_was_trained_on_and_every_task() -> None:
     sources = [{"task": task, "rows": 1, "weights": {"answer": 1.0}} for task in tasks]
     sources.append({"data": {"path": "text.jsonl"}, "rows": 1, "weights": {"lm": 1.0}})
     made = recipe(model={**SHAPE, "vocab_size": 1024}, train={"sources": sources})
-    scores = {
-        str(step): {"records": {"4": {"accuracy": step / 100}}, "kv_far": {"8": {"accuracy": 0.5}}, "perplexity": 2.5}
-        for step in (100, 20)
-    }
+    scores = {"records": {"4": {"accuracy": 0.2}}, "kv_far": {"8": {"accuracy": 0.5}}, "perplexity": 2.5}
     card = base_card(made, scores, [{"seconds": 60.0}], build_model(made.model, pico_tokenizer(), 0))
     assert "generated text: key echo, records in prose, closed-book facts; documents of text.jsonl." in card
     assert [line for line in card.splitlines() if line.startswith("|")] == [
-        "| step | records in prose, 4 records | kv far, 8 | perplexity, held-out |",
-        "|---|---|---|---|",
-        "| 20 | 0.200 | 0.500 | 2.500 |",
-        "| 100 | 1.000 | 0.500 | 2.500 |",
+        "| task | score |",
+        "|---|---|",
+        "| records in prose, 4 records | 0.200 |",
+        "| kv far, 8 | 0.500 |",
+        "| perplexity, held-out | 2.500 |",
     ]
 
 
@@ -118,7 +108,7 @@ def test_the_text_of_the_tokenizer_is_an_input_that_is_never_removed() -> None:
 
 
 def test_what_is_resumed_is_the_same_training(tmp_path: Path) -> None:
-    """Weights begin by the model's section. Scores of other tasks do not get into the card."""
+    """Weights begin by the model's section. The evaluation may change."""
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "state_size": 4, "vocab_size": 1024}
     train = {"steps": 3, "save_every": 1, "sources": [SOURCE], "control": False}
 
@@ -144,5 +134,5 @@ def test_what_is_resumed_is_the_same_training(tmp_path: Path) -> None:
     closed = {"tasks": ["closed_book"], "examples": 2}
     pretrain(made(evaluate=closed), tmp_path / "base", lambda step, *_: seen.append(step))
     assert seen == [3]
-    assert list(read_json(tmp_path / "base" / "scores.json")) == ["3"]
+    assert "closed_book" in read_json(tmp_path / "base" / "scores.json")
     assert not (tmp_path / "base.steps").exists()

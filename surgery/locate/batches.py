@@ -35,7 +35,7 @@ ROUNDING = 1e-3  # logits: largest difference by rounding between two computatio
 
 def is_stepwise(section: Locate) -> bool:
     """Whether all methods change heads at the query alone, so that the clean query can be a decode step."""
-    return all(METHODS[method].decode_step for method in section.per_batch)
+    return all(METHODS[method].decode_step for method in section.methods)
 
 
 class PromptBatches:
@@ -59,7 +59,7 @@ class PromptBatches:
         self.model, self.tokenizer, self.section = model, tokenizer, section
         self.passes = 0.0
         self._passes_by_batch: dict[int, float] = {}  # of this process since the last gathering
-        self._is_checked = not any(METHODS[method].decode_step for method in section.per_batch)
+        self._is_checked = not any(METHODS[method].decode_step for method in section.methods)
         self._documents: list[list[Document]] | None = None
         if batches is None:
             check_vocabulary(tokenizer, model.config)

@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch
-from surgery.errors import ModelError, PlanError, ProbeError, RecipeError
+from surgery.errors import ModelError, ProbeError, RecipeError
 from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.batches import ROUNDING, PromptBatches
-from surgery.locate.measuring import items_of, measure_heads, train_candidates
+from surgery.locate.measuring import items_of, measure_heads
 from surgery.locate.memory import locate_memory
 from surgery.locate.scores import Array, Table, plain, roles_of, scores_of
 from surgery.locate.selection import Candidate, choose, rank, ranking_of
@@ -104,9 +104,8 @@ def locate_heads(
                 check_clean(table, section, prompts.chance)
             check_moved(table, splice.select)
             heads, groups = _scored(table, alive, specs, section.layers, seed)
-            heads, chosen, trained_cost = train_candidates(prompts, heads, sites, splice, seed, tick)
             ranked = rank(heads, ranking_of(splice, section))
-            chosen = chosen or choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
+            chosen = choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
     finally:
         model.train(training)
     right, margin = table.clean_correct(), table.clean_margin()
@@ -114,7 +113,6 @@ def locate_heads(
     clean = {"accuracy": accuracy, "margin": bootstrap_mean(margin[None], seed)[0]}
     seconds = time.perf_counter() - began
     cost = {"seconds": seconds, "prompts": float(len(right)), "passes": prompts.passes, "peak_bytes": peak_bytes()}
-    cost |= trained_cost
     geometry = geometry_of(model.config)
     return HeadSet(name, revision, geometry, ranked, chosen, splice.select, seed, clean, tuple(groups), cost)
 
@@ -124,15 +122,6 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
     needed = RANKINGS[splice.select].name if splice.select in RANKINGS else None
     if needed is not None and needed not in section.methods:
         raise RecipeError("splice.select", splice.select, f"Add {needed} to locate.methods.")
-    if needed is not None and METHODS[needed].trains and splice.num_heads > section.options_of(needed).candidates:
-        hint = f"Set locate.method_options.{needed}.candidates to {splice.num_heads} or more."
-        raise PlanError("splice.num_heads", splice.num_heads, hint)
-    for method in section.trained:
-        if splice.teacher is not None:
-            raise RecipeError("locate.methods", method, "It cannot train copies of a teacher. Choose another method.")
-        if splice.form != "head":
-            hint = f"It does not train splice.form: {splice.form}. Remove it, or set splice.form: head."
-            raise RecipeError("locate.methods", method, hint)
     if section.fill != "zero" and min(map(len, prompts.batches)) < 2:
         hint = "A batch has a single prompt, so there is no other prompt to take values from. "
         hint += "Change locate.batch_size or locate.examples."
@@ -150,12 +139,10 @@ def _ticker(
     section: Locate, splice: Splice, batches: int, num_heads: int, progress: Progress | None
 ) -> Callable[[], None]:
     """Count the steps of this process for `progress`. The total is that of a process that measures every batch."""
-    methods = [METHODS[method] for method in section.per_batch]
+    methods = [METHODS[method] for method in section.methods]
     per_batch = sum(len(method.columns) if method.changes_heads else 1 for method in methods)
     further = splice.num_heads - 1 if is_greedy(splice.select) else 0
     steps = batches * max(1, per_batch) + further
-    for options in map(section.options_of, section.trained):
-        steps += options.num_steps(min(options.candidates, num_heads), splice.num_heads)
     done = 0
 
     def tick() -> None:

@@ -5,26 +5,22 @@ Shape legend: B prompts of a batch, C columns of a method.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import distributed
 
 from surgery.data.ranking import ChoiceScores
-from surgery.errors import ModelError, PlanError, fitting
+from surgery.errors import ModelError
 from surgery.locate.batches import PromptBatches
 from surgery.locate.clean_run import CleanRun
-from surgery.locate.methods import Candidates, LocateBatch, TrainedScores
+from surgery.locate.methods import LocateBatch
 from surgery.locate.scores import Array, Record, Table, plain
-from surgery.locate.selection import rank, search_rounds, still_candidates
+from surgery.locate.selection import search_rounds, still_candidates
 from surgery.recipe import Splice
-from surgery.recipe.methods import METHODS, RANKINGS, Method
+from surgery.recipe.methods import METHODS, Method
 from surgery.registry import plugin_errors
-from surgery.stats import bootstrap_mean
-from surgery.types import HeadId, Interval, MixerSpec, ScoredHead
+from surgery.types import HeadId, MixerSpec
 
 Item = tuple[HeadId, ...]  # heads that are changed together
 
@@ -81,7 +77,7 @@ def measure_batch(
     run = batch.run
     record = Record(index, plain(run.scores))
     shares = [1 - spec.layer / run.model.config.num_hidden_layers for spec in run.specs]
-    for method in (METHODS[name] for name in batch.section.per_batch):
+    for method in (METHODS[name] for name in batch.section.methods):
         with plugin_errors(f"locating method {method.name}", method):
             scores = method.measure(batch)
         names = [column.name for column in method.columns]
@@ -121,64 +117,3 @@ def _estimate(method: Method, values: object, run: CleanRun, num_items: int) -> 
     whole = np.full((num_items, B), np.nan)
     whole[:heads] = array
     return whole
-
-
-def train_candidates(
-    prompts: PromptBatches,
-    heads: Sequence[ScoredHead],
-    sites: Sequence[MixerSpec],
-    splice: Splice,
-    seed: int,
-    tick: Callable[[], None],
-) -> tuple[list[ScoredHead], tuple[ScoredHead, ...], dict[str, float]]:
-    """Run the methods that train candidates: the best heads by a ranking, among those that can be spliced.
-
-    Every process does the same work, and takes the result of the first one.
-
-    Returns:
-        The heads with the scores of these methods, the heads that the method of `splice.select` chooses together, and
-        entries for the cost: seconds, passes and steps of each method.
-
-    Raises:
-        PlanError: nothing can be spliced into this model.
-    """
-    section, mixers = prompts.section, {spec.name for spec in sites}
-    selecting = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
-    added: dict[HeadId, dict[str, Interval]] = {scored.head: {} for scored in heads}
-    chosen: tuple[ScoredHead, ...] = ()
-    cost: dict[str, float] = {}
-    for method in (METHODS[name] for name in section.trained):
-        began, options = time.perf_counter(), section.options_of(method.name)
-        ranked = [s for s in rank(heads, options.candidates_by) if s.head.mixer in mixers]
-        if not ranked:
-            hint = "It splices heads to try them, and no head of this model can be spliced. Remove it."
-            raise PlanError("locate.methods", method.name, hint)
-        tried, held_out = tuple(ranked[: options.candidates]), sum(map(len, prompts.batches))
-        candidates = Candidates(prompts.model, prompts.tokenizer, tried, section, splice, seed, held_out, tick)
-        field = f"locate.method_options.{method.name}.candidates"
-        with (
-            fitting(field, options.candidates, "Lower it, or the work of a training step."),
-            plugin_errors(f"locating method {method.name}", method),
-        ):
-            result = method.measure(candidates)
-        names = [column.name for column in method.columns]
-        if not isinstance(result, TrainedScores) or set(result.columns) != set(names):
-            hint = f"Return `TrainedScores` with the columns {', '.join(names)}."
-            raise ModelError("locate.methods", f"{method.name} returned something else", hint)
-        if distributed.is_available() and distributed.is_initialized():
-            shared = [result]
-            distributed.broadcast_object_list(shared)
-            result = shared[0]
-        for column, by_head in result.columns.items():
-            if by_head:
-                means = bootstrap_mean(np.stack(list(by_head.values())), seed)
-                for head, mean in zip(by_head, means, strict=True):
-                    added[head][column] = mean
-        if method.name == selecting:
-            chosen = result.chosen
-        prompts.passes += result.passes
-        cost[f"{method.name}_seconds"] = time.perf_counter() - began
-        cost[f"{method.name}_passes"], cost[f"{method.name}_steps"] = result.passes, float(result.steps)
-    scores = {scored.head: {**scored.scores, **added[scored.head]} for scored in heads}
-    with_scores = [replace(scored, scores=scores[scored.head]) for scored in heads]
-    return with_scores, tuple(replace(scored, scores=scores[scored.head]) for scored in chosen), cost

@@ -5,23 +5,22 @@ Shape legend: B prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from surgery.recipe.methods import METHODS, Column, Method, register_method
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from surgery.locate.clean_run import CleanRun
     from surgery.probes.documents import Document
-    from surgery.recipe import Locate, Splice
-    from surgery.types import HeadId, ScoredHead
+    from surgery.recipe import Locate
+    from surgery.types import HeadId
 
-__all__ = ["METHODS", "Candidates", "Column", "LocateBatch", "Method", "TrainedScores", "register_method"]
+__all__ = ["METHODS", "Column", "LocateBatch", "Method", "register_method"]
 
 
 @dataclass(frozen=True)
@@ -45,44 +44,3 @@ class LocateBatch:
     tokenizer: PreTrainedTokenizerBase
     documents: Sequence[Document] | None
     counterfactual: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Input of a locating method that trains.
-
-    Attributes:
-        model: the base. It must not be changed.
-        heads: the heads to train, the best oracle read first, each with the position that it reads.
-        section, splice: sections of the recipe.
-        seed: the recipe's seed.
-        held_out: number of held-out prompts to score on, as many as the other methods measure.
-        tick: called after each training step.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    heads: tuple[ScoredHead, ...]
-    section: Locate
-    splice: Splice
-    seed: int
-    held_out: int
-    tick: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class TrainedScores:
-    """Result of a locating method that trains.
-
-    Attributes:
-        columns: by column and head, (held-out prompts,) scores. Heads that were not tried are missing.
-        passes: work in full forward passes of one prompt.
-        steps: training steps of all candidates together.
-        chosen: heads in the order in which they were chosen, if the method chooses several together. By default the
-            ranking decides.
-    """
-
-    columns: Mapping[str, Mapping[HeadId, NDArray[Any]]]
-    passes: float
-    steps: int
-    chosen: tuple[ScoredHead, ...] = ()

@@ -30,21 +30,16 @@ def rank(heads: Sequence[ScoredHead], select: str) -> tuple[ScoredHead, ...]:
     """Rank heads, the best first. Heads that a search has dropped come last.
 
     `select` is a value of `splice.select` that ranks. A head's value is the column named by its `reads` if the method
-    has it, otherwise its best column. The columns of a method that trains are compared in turn. Heads that it did not
-    train come after the others, the best oracle read first.
+    has it, otherwise its best column.
     """
     columns = [column.name for column in RANKINGS[select].columns]
 
-    def value(scored: ScoredHead, names: Sequence[str]) -> float:
+    def value(scored: ScoredHead) -> float:
+        names = [scored.reads] if scored.reads in columns else columns
         return max((scored.scores[name].value for name in names if name in scored.scores), default=-math.inf)
 
-    def key(scored: ScoredHead) -> list[float]:
-        if RANKINGS[select].trains:
-            return [-value(scored, names) for names in (*([name] for name in columns), READS)]
-        return [-value(scored, [scored.reads] if scored.reads in columns else columns)]
-
     most = max((s.n for s in heads), default=0)
-    return tuple(sorted(heads, key=lambda s: (s.n < most, *key(s), s.head)))
+    return tuple(sorted(heads, key=lambda s: (s.n < most, -value(s), s.head)))
 
 
 def ranking_of(splice: Splice, section: Locate) -> str:
@@ -77,26 +72,18 @@ def still_candidates(
     splice: Splice,
     rounds: int,
 ) -> list[int]:
-    """Drop heads that cannot be among the best by any ranking that the result depends on. Layers stay.
+    """Drop heads that cannot be among the best by the ranking that selects heads. Layers stay.
 
-    These are the ranking that selects heads, and those that choose candidates to train. They share the level `risk`
-    over all `rounds` of dropping. Heads of mixers that cannot be spliced (not in `sites`) compete among themselves.
-    `heads` are the first items.
+    Heads of mixers that cannot be spliced (not in `sites`) compete among themselves. `heads` are the first items.
     """
     assert section.search is not None
-    select = ranking_of(splice, section)
-    used = {section.options_of(method).candidates_by for method in section.trained}
-    if not RANKINGS[select].trains:
-        used.add(select)
-    tried = max((section.options_of(method).candidates for method in section.trained), default=1)
-    keep = max(splice.num_heads, section.top_k if splice.num_heads > 1 else 1, tried)
+    keep = max(splice.num_heads, section.top_k if splice.num_heads > 1 else 1)
     mixers = {spec.name for spec in sites}
     left = {i for i in alive if i >= len(heads)}
-    for ranking in sorted(used):
-        arms = [table.effect(column.name)[: len(heads)] for column in RANKINGS[ranking].columns]
-        for can_be_spliced in (True, False):
-            kind = [i for i in alive if i < len(heads) and (heads[i].mixer in mixers) == can_be_spliced]
-            left.update(survivors(arms, kind, keep, section.search.risk / len(used), rounds))
+    arms = [table.effect(c.name)[: len(heads)] for c in RANKINGS[ranking_of(splice, section)].columns]
+    for can_be_spliced in (True, False):
+        kind = [i for i in alive if i < len(heads) and (heads[i].mixer in mixers) == can_be_spliced]
+        left.update(survivors(arms, kind, keep, section.search.risk, rounds))
     return sorted(left)
 
 
@@ -188,13 +175,9 @@ def can_choose_again(measured: Splice, splice: Splice, section: Locate) -> bool:
 
     A search drops heads depending on the ranking, so it needs a new measurement. Greedy choice needs an equal or larger
     number of heads that was chosen the same way: its first heads are the same.
-    The accuracy of the base was checked only if `measured` selects by a ranking. Methods that train may do other work
-    for another number of heads.
+    The accuracy of the base was checked only if `measured` selects by a ranking.
     """
     if section.search is not None:
-        return False
-    same = (measured.select, measured.num_heads) == (splice.select, splice.num_heads)
-    if section.trained and not same:
         return False
     if splice.select in RANKINGS and measured.select not in RANKINGS:
         return False

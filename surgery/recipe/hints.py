@@ -17,14 +17,12 @@ Place = Sequence[str | int]  # parts of a dotted key
 _USUAL = {
     "batch_size": ("train.sources.0.rows", "locate.batch_size", "evaluate.batch_size"),
     "data": ("train.sources.0.data", "locate.data"),
-    "gates": ("locate.method_options",),
     "heads": ("splice.num_heads", "splice.heads"),
     "learning_rate": ("train.optimizer.lr",),
     "lr": ("train.optimizer.lr",),
     "max_steps": ("train.steps",),
     "model": ("base.model",),
     "num_steps": ("train.steps",),
-    "trial": ("locate.method_options",),
     "warmup_steps": ("train.optimizer.warmup",),
 }
 _MOST = 3  # proposals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
@@ -51,8 +50,7 @@ class Locate(Section):
         min_length=1,
         description="Measurements of every head (docs/LOCATE.md). `patching` ranks heads for the default "
         "`splice.select`. `sharpen`, the oracle read, finds the position that training supervises. [query, patching, "
-        "sharpen] needs one decode step per head and column, which suits large models on small machines. Methods that "
-        "train candidates add `sharpen`.",
+        "sharpen] needs one decode step per head and column, which suits large models on small machines.",
     )
     task: LocatedTask = Field(
         "kv_retrieval",
@@ -89,28 +87,15 @@ class Locate(Section):
     top_k: Positive = Field(12, description="Best heads that are candidates for the second and further chosen heads.")
     method_options: dict[str, Any] = Field(
         {},
-        examples=[{"gates": {"steps": 50}}],
+        examples=[{"my_method": {"layers": 4}}],
         description="Options of methods of plugins, by method: `{NAME: {KEY: VALUE}}`. By default those of the method.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keys_of_earlier_exports(cls, data: Any) -> Any:
-        """Recipes in exports and run folders hold all keys, so earlier ones hold those that plugins have now."""
-        moved = {"gates", "trial", "backups"}
-        if not isinstance(data, Mapping) or not moved <= data.keys() or data["backups"]:
-            return data
-        options = {name: data[name] for name in ("gates", "trial") if name in data.get("methods", ())}
-        kept = {key: value for key, value in data.items() if key not in moved}
-        return {**kept, "method_options": options} if options else kept
 
     @field_validator("methods")
     @classmethod
     def _once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
             raise ValueError("A method is listed twice. List each once.")
-        if any(METHODS[method].trains for method in value) and "sharpen" not in value:
-            return (*value, "sharpen")  # it measures the position that each candidate reads
         return value
 
     @field_validator("method_options")
@@ -139,10 +124,6 @@ class Locate(Section):
         for method in self.method_options:
             if method not in self.methods:
                 raise ValueError(f"`method_options` has options of {method}: add it to `methods`.")
-        for method in self.trained:
-            ranking = self.options_of(method).candidates_by
-            if RANKINGS[ranking].name not in self.methods:
-                raise ValueError(f"`{method}.candidates_by: {ranking}` needs `{RANKINGS[ranking].name}` in `methods`.")
         check_value_digits(self.pairs, self.value_digits)
         return self
 
@@ -187,16 +168,6 @@ class Locate(Section):
                 "`data` needs the place of each answer. Set `data.columns.answer_span` to a column or `auto`."
             )
         return self
-
-    @property
-    def per_batch(self) -> tuple[str, ...]:
-        """Methods that score one batch of prompts after the other."""
-        return tuple(method for method in self.methods if not METHODS[method].trains)
-
-    @property
-    def trained(self) -> tuple[str, ...]:
-        """Methods that train candidates."""
-        return tuple(method for method in self.methods if METHODS[method].trains)
 
     def options_of(self, method: str) -> Any:
         """Options of a method: those of the recipe, otherwise the defaults. None for a method without options."""

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
-
-from pydantic import Field
+from typing import Any, Literal, get_args
 
 from surgery.errors import RecipeError
-from surgery.recipe.section import Positive, Section
-from surgery.registry import NameOf, Registry
+from surgery.recipe.section import Section
+from surgery.registry import Registry
 from surgery.types import Reads
 
 
@@ -36,9 +34,6 @@ _UNITS = {
     "share": Unit("Attention pattern (0 to 1)", 3),
     "tokens": Unit("Attention spread (tokens)", 1),
     "nats": Unit("Divergence of the answer (nats)", 3),
-    "log_probability": Unit("Answer of the trained hybrid (nats)", 3),
-    "gate": Unit("Gate (0 closed, 1 open)", 2),
-    "steps": Unit("Training (steps)", 0),
 }
 
 
@@ -92,7 +87,6 @@ class Method:
     passes_per_mixer: float = 0.0
     decode_step: bool = False
     needs_text: bool = False
-    trains: bool = False
     gloss: str = ""
     options: type[Section] | None = None
 
@@ -114,12 +108,10 @@ class Method:
 _OURS = ("surgery.locate.built_in",)
 _PLUGINS = {  # in a checkout, with what was measured of them
     "attribution": "bench.plugins.baselines",
-    "gates": "bench.plugins.trials",
     "hidden_attention": "bench.plugins.hidden_attention",
     "integrated_gradients": "bench.plugins.baselines",
     "layer_divergence": "bench.plugins.baselines",
     "retrieval_score": "bench.plugins.baselines",
-    "trial": "bench.plugins.trials",
 }
 METHODS: Registry[Method] = Registry("locating method", _OURS, _PLUGINS)
 RANKINGS: Registry[Method] = Registry("way to select heads", _OURS, _PLUGINS)  # by the value of splice.select
@@ -128,19 +120,6 @@ UNRANKED = {  # other values of splice.select, each with how it selects heads
     "uniform": "spaced evenly over the model",
     "list": "listed in the recipe",
 }
-
-
-class Training(Section):
-    """Options of a method that trains candidates. A method may add its own in a subclass."""
-
-    candidates: Positive = Field(12, description="Heads that are trained.")
-    candidates_by: Annotated[str, NameOf(RANKINGS, keep=lambda method: not method.trains)] = Field(
-        "sharpen", description="Value of `splice.select` whose best heads are the candidates."
-    )
-
-    def num_steps(self, candidates: int, keep: int) -> int:
-        """Training steps of all candidates together, for progress bars: 0 if they are not known before."""
-        return 0
 
 
 def gloss_of(select: str) -> str:
@@ -163,7 +142,6 @@ def register_method(
     passes_per_mixer: float = 0.0,
     decode_step: bool = False,
     needs_text: bool = False,
-    trains: bool = False,
     gloss: str = "",
     options: type[Section] | None = None,
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -185,12 +163,9 @@ def register_method(
         decode_step: heads are changed at the query alone, by decode steps from cached states. The clean query can
             then be a decode step too, which saves half of the clean passes.
         needs_text: the function reads `batch.documents`.
-        trains: the function trains candidates. It is called once, after the other methods, with
-            `surgery.locate.methods.Candidates`, and returns `TrainedScores`. Its columns have no effect. The first one
-            ranks, and each further one decides between heads that are equal in those before.
         gloss: the ranking in two to five words, for reports and cards that name it.
         options: class of what a recipe may set in `locate.method_options`. The function gets it from
-            `section.options_of`. For a method that trains, a subclass of `Training`, which is the default.
+            `section.options_of`.
 
     Raises:
         RecipeError: another method has this name, ranking or one of the columns, or `columns` is empty or mixes columns
@@ -198,16 +173,13 @@ def register_method(
     """
     if len({column.effect is None for column in columns}) != 1:
         raise RecipeError("locating method", name, "Pass at least one column: all with an effect, or all without.")
-    if trains and columns[0].effect is not None:
-        raise RecipeError("locating method", name, "A method that trains returns numbers: pass columns without effect.")
     select = name if ranks is True else ranks or ""
     if select in UNRANKED:
         raise RecipeError("way to select heads", select, "It selects heads without scores. Choose another name.")
 
     def register(measure: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        costs = (passes, passes_per_mixer, decode_step, needs_text, trains)
-        kind = Training if trains and options is None else options
-        method = Method(name, tuple(columns), measure, select, greedy, *costs, gloss, kind)
+        costs = (passes, passes_per_mixer, decode_step, needs_text)
+        method = Method(name, tuple(columns), measure, select, greedy, *costs, gloss, options)
         METHODS.check_free(name, method)  # before either registry changes
         _check_columns(name, columns)
         if select:

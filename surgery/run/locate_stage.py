@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from surgery.data.offsets import tokenized
 from surgery.errors import PlanError, RecipeError
@@ -13,8 +11,7 @@ from surgery.locate.hidden_attention import prompt_attention
 from surgery.locate.locating import locate_heads
 from surgery.models.config_checks import check_unquantized
 from surgery.models.lookup import family_of
-from surgery.recipe import Recipe
-from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
+from surgery.recipe.methods import METHODS, is_greedy
 from surgery.recipe.public import public_name
 from surgery.report.heads_page import write_csv, write_page
 from surgery.run.context import Run, located_prompts, own_located_prompts
@@ -22,8 +19,6 @@ from surgery.run.stage import Stage
 from surgery.splice.plan import check_in_range, check_not_spliced
 from surgery.types import HeadId, HeadSet, to_json
 
-# Keys of `splice` that candidates are trained with.
-_BRANCH = ("mode", "init", "random_width", "min_width", "unit", "with_block", "teacher", "output")
 _PAGE_PROMPTS = 3  # on the page of the heads
 _PAGE_TOKENS = 512  # of an own prompt there, which has T^2 numbers a head
 
@@ -33,11 +28,6 @@ class LocateStage(Stage):
     sections = ("base", "locate", "splice.select", "splice.num_heads", "splice.heads")
     writes = ("heads.json", "heads.csv", "locate.html", "locate.json", "figures/locate")
     together, version = True, 3
-
-    def depends_on(self, settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
-        if not any(METHODS[method].trains for method in settings.locate.methods):
-            return {}
-        return {key: values["splice"][key] for key in _BRANCH}
 
     def check_configs(self, run: Run) -> None:
         recipe, splice, config = run.recipe, run.recipe.splice, run.config
@@ -54,12 +44,9 @@ class LocateStage(Stage):
             raise RecipeError("locate.methods", list(recipe.locate.methods), hint)
         for head in map(HeadId.parse, splice.heads):
             check_in_range(head, config, "splice.heads")
-        method = RANKINGS[splice.select].name if splice.select in RANKINGS else ""
         hint = ""
         if splice.num_heads > num_heads:
             hint = f"The model has only {num_heads} heads. Set a smaller number."
-        elif method in recipe.locate.trained and splice.num_heads > recipe.locate.options_of(method).candidates:
-            hint = f"Set locate.method_options.{method}.candidates to {splice.num_heads} or more."
         elif is_greedy(splice.select) and splice.num_heads > recipe.locate.top_k:
             hint = f"Set locate.top_k to at least {splice.num_heads}."
         if hint:

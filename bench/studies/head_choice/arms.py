@@ -41,7 +41,6 @@ class Budget(arms.Budget):
         questions: for each training document.
         kept: tasks whose first half is trained with KL to the frozen base.
         evaluate_pairs: sizes to evaluate. Arms are compared at the first.
-        gates_steps, gates_candidates, trial_steps, trial_candidates: options of `gates` and `trial`.
     """
 
     steps: int = 250
@@ -53,17 +52,13 @@ class Budget(arms.Budget):
     filler: tuple[int, int] | None = None
     questions: int = 4
     kept: tuple[str, ...] = ("closed_book", "sentence")
-    gates_steps: int = 80
-    gates_candidates: int = 12
-    trial_steps: int = 32
-    trial_candidates: int = 8
 
     @property
     def answers(self) -> str:
         """Name of the answers that arms are compared by."""
         return f"{self.task}/{self.evaluate_pairs[0]}"
 
-    def train(self, attention: bool, new_heads: bool) -> Train:
+    def train(self, attention: bool, trains: arms.Trains = "all") -> Train:
         """Make the library's training section. `attention` enables its supervision of spliced heads."""
         weights = Weights(answer=1.0, attention=1.0 if attention else 0.0)
         retrieval = Source(
@@ -77,7 +72,7 @@ class Budget(arms.Budget):
         kept = (Source(task=task, split=0, rows=self.keep_rows, weights=Weights(base_kl=1.0)) for task in self.kept)
         return Train(
             steps=self.steps,
-            trainable="new_heads" if new_heads else "all",
+            trainable=trains,
             sources=(retrieval, *kept),
             optimizer=Optimizer(lr=self.lr, new_heads_lr=self.new_heads_lr, warmup=self.warmup),
         )
@@ -90,17 +85,7 @@ class Budget(arms.Budget):
 
     def locate(self, method: str) -> Locate:
         """Make the library's section for one locating method."""
-        options = {
-            "gates": {"steps": self.gates_steps, "candidates": self.gates_candidates},
-            "trial": {"steps": self.trial_steps, "candidates": self.trial_candidates},
-        }
-        return Locate(
-            methods=(method,),
-            pairs=self.locate_pairs,
-            filler=self.filler,
-            examples=self.locate_examples,
-            method_options={method: options[method]} if method in options else {},
-        )
+        return Locate(methods=(method,), pairs=self.locate_pairs, filler=self.filler, examples=self.locate_examples)
 
 
 SHORT = Budget(steps=100, warmup=10, new_heads_lr=2e-2, examples=400)  # the steps and rates of paper/EVIDENCE.md

@@ -1,7 +1,6 @@
 """Choosers: ways to choose k heads or one layer of a base before training, and the time that each takes.
 
-All choosers see the locating prompts of the same seed. `gates` and `trial` also train on documents of the training
-split. The default of every option is the library's.
+All choosers see the locating prompts of the same seed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from surgery.recipe.methods import RANKINGS
 from surgery.registry import load_plugins
 from surgery.types import HeadId, HeadSet, ScoredHead
 
-load_plugins(["bench.plugins.baselines", "bench.plugins.trials"])
+load_plugins(["bench.plugins.baselines"])
 
 MOST = max(int(column) for column in COLUMNS if column != LAYER)
 
@@ -54,8 +53,6 @@ CHOOSERS: Mapping[str, Chooser] = {
     "divergence": Chooser("KL-guided layer", "layer_divergence"),
     "random": Chooser("random", "random"),
     "uniform": Chooser("uniform", "uniform"),
-    "gates": Chooser("gates", "gates"),
-    "trial": Chooser("trial", "trial"),
 }
 
 
@@ -69,8 +66,8 @@ def measure(
 
     Yields:
         `clean`: accuracy of the base on the prompts; `choosers`: name -> `heads` (column -> names in the order of
-        choice), `scores` (of the heads, if it ranks), `seconds` and `cpu_seconds`, `passes` (full forward passes of one
-        prompt) and training `steps`.
+        choice), `scores` (of the heads, if it ranks), `seconds` and `cpu_seconds`, and `passes` (full forward passes
+        of one prompt).
     """
     content: dict[str, Any] = {"choosers": {}, **earlier}
     for name, chooser in CHOOSERS.items():
@@ -79,18 +76,17 @@ def measure(
         began, cpu_began = time.perf_counter(), time.process_time()
         if chooser.select in RANKINGS:
             method = RANKINGS[chooser.select].name
-            # `gates` and `trial` train the branches of arms without a width.
-            splice = Splice(select=chooser.select, num_heads=MOST if chooser.greedy else 1, min_width=None)
+            splice = Splice(select=chooser.select, num_heads=MOST if chooser.greedy else 1)
             found = locate_heads(model, tokenizer, budget.locate(method), splice, seed)
             ranking = found.chosen if chooser.greedy else found.heads
             heads = _first(model, [str(s.head) for s in ranking if _can_be_spliced(model, s.head)])
-            cost = {"passes": found.cost["passes"], "steps": found.cost.get(f"{method}_steps", 0.0)}
+            passes = found.cost["passes"]
             if name == "oracle":
                 content["clean"] = found.clean["accuracy"].value
         else:
-            heads, found, cost = _unscored(model, chooser.select, seed), None, {"passes": 0.0, "steps": 0.0}
-        cost["seconds"] = round(time.perf_counter() - began, 1)
-        cost["cpu_seconds"] = round(time.process_time() - cpu_began, 1)
+            heads, found, passes = _unscored(model, chooser.select, seed), None, 0.0
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu_began
+        cost = {"passes": passes, "seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1)}
         content["choosers"][name] = {"heads": heads, "scores": _scores(found), **cost}
         yield content
 

@@ -100,14 +100,13 @@ def _choices(results: Results, base: str) -> str:
         by_seed = [results.choices[base, seed]["choosers"].get(name) for seed in results.seeds(base)]
         measured = [choice for choice in by_seed if choice is not None]
         seconds = " / ".join(f"{choice['cpu_seconds']:.0f}" for choice in measured) or MISSING
-        steps = " / ".join(dict.fromkeys(f"{choice['steps']:.0f}" for choice in measured)) or MISSING
         cells = []
         for column in shown:
             chosen = (choice["heads"].get(column, []) for choice in measured)
             names = (_layer_name(heads) if column == LAYER else " ".join(heads) for heads in chosen)
             cells.append(" / ".join(dict.fromkeys(names)) or MISSING)
-        rows.append([chooser.label, *cells, seconds, steps])
-    return markdown_table(["chooser", *(TITLES[c] for c in shown), "CPU seconds", "training steps"], rows)
+        rows.append([chooser.label, *cells, seconds])
+    return markdown_table(["chooser", *(TITLES[c] for c in shown), "CPU seconds"], rows)
 
 
 def _layer_name(heads: list[str]) -> str:

@@ -109,7 +109,6 @@ class TestRegister:
         [
             ("wrong", [], {}, r"locating method: wrong\. Pass at least one column"),
             ("wrong", [LOSS, Column("b", "")], {}, r"locating method: wrong\. Pass at least one column"),
-            ("wrong", [LOSS], {"trains": True}, "A method that trains returns numbers"),
             ("query", [Column("query", "")], {}, r"surgery\.locate\.built_in\.query has this name already"),
             ("query", [Column("query", "")], {"ranks": "length"}, "locating method: query"),
             *(

@@ -95,7 +95,7 @@ def compare(
     # A path may contain `=`. A key never contains a slash.
     named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or os.path.isdir(word)]
     loaded = load_comparison(named, [word for word in models if word not in named])
-    with Bars() as bars:
+    with Bars() as bars, naming("MODEL", "base.model"):
         bars.start("compare", "evaluating every model")
         results = compare_models(loaded, runs / loaded.name, bars.progress)
     print_comparison(results, runs / loaded.name)

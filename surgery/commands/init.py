@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from surgery.commands.arguments import TrustRemoteCode
+from surgery.commands.progress import say
 from surgery.commands.threads import use_free_cores
 from surgery.errors import RunError, SurgeryError, naming
 from surgery.files.atomic import write_text
@@ -56,7 +57,7 @@ def recipe_text(model: str, data: str | None, tokenizer: str | None, trust_remot
 
 
 def _say(line: str) -> None:
-    typer.echo(f"     init  {line}", err=True)
+    say("init", line)
 
 
 def recipe_of_base(

@@ -35,12 +35,14 @@ def show(
     folder = _folder(run, runs)
     kind = kind_of(folder) or ""
     file = folder / _FILES.get(kind, "results.json")
+    if not file.is_file():
+        file = folder / "heads.json"
     printers = {"sweep": print_sweep, "comparison": print_comparison, "analysis": print_analysis}
     hint = "It has not the form of this version's results. Run the stage that writes it."
     with reading(str(file), None, hint, RunError):
         if kind in printers:
             printers[kind](read_json(file), folder)
-        elif file.is_file():
+        elif file.name != "heads.json":
             print_results(folder, _recipe_of(folder))
         else:
             print_heads(folder)

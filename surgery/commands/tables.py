@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from surgery.commands.progress import out
+from surgery.errors import RunError, reading
 from surgery.files.atomic import read_json
 from surgery.recipe import Recipe
 from surgery.recipe.export import LAYER_FORMATS
@@ -161,7 +162,8 @@ def print_model(name: str, config: Any, model: Any) -> None:
 def print_heads(folder: Path, most: int = 10) -> None:
     """Print the best heads of a run and the cost of measuring them."""
     heads = json.loads((folder / "heads.json").read_text(encoding="utf-8"))
-    cost = json.loads((folder / "locate.json").read_text(encoding="utf-8"))
+    with reading(str(folder / "locate.json"), None, "Locate again.", RunError):
+        cost = read_json(folder / "locate.json")
     chosen = {scored["head"] for scored in heads["chosen"]}
     measured = (name for scored in heads["heads"] for name in scored["scores"])
     columns = list(dict.fromkeys(name for name in measured if not name.endswith("_accuracy")))
@@ -176,11 +178,6 @@ def print_heads(folder: Path, most: int = 10) -> None:
         cells = (f"{v['value']:+.3f} [{v['low']:+.2f}, {v['high']:+.2f}]" if v else "" for v in values)
         table.add_row(name, scored["role"], (scored["reads"] or "").replace("_", " "), *cells)
     out.print(table)
-    for group in heads["groups"]:
-        if group["kind"] != "layer":
-            lost = group["scores"]["ablation"]
-            names = " ".join(group["heads"])
-            out.print(f"{group['kind']:>9}  without {names}: margin {-lost['value']:+.3f}")
     clean, passes = heads["clean"]["accuracy"]["value"], cost["passes"] / cost["prompts"]
     text = f"{cost['prompts']:.0f} prompts, clean accuracy {clean:.3f}; {passes:.1f} forward passes per prompt in "
     text += f"{cost['seconds']:.0f} s, peak memory {cost['peak_bytes'] / 2**30:.2f} GiB"

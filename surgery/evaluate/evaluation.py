@@ -24,7 +24,7 @@ from surgery.models.loading import check_vocabulary
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document
 from surgery.recipe import Evaluate, Train
-from surgery.stats import bootstrap_mean, mcnemar, wilson
+from surgery.stats import bootstrap_mean, wilson
 
 Progress = Callable[[int, int], None]
 
@@ -181,16 +181,6 @@ def accuracy_of(correct: Tensor) -> dict[str, float]:
     """Accuracy with its 95% Wilson interval."""
     interval = wilson(int(correct.sum()), len(correct))
     return {"accuracy": interval.value, "low": interval.low, "high": interval.high, "n": interval.n}
-
-
-def p_values(arms: Mapping[str, Arm], reference: str) -> dict[str, dict[str, float]]:
-    """Exact one-sided McNemar tests that an arm is right more often than `reference`: arm -> task -> p-value."""
-    correct = arms[reference].correct
-
-    def better(arm: Arm, task: str) -> float:
-        return mcnemar(np.asarray(arm.correct[task], bool), np.asarray(correct[task], bool))
-
-    return {name: {task: better(arm, task) for task in correct} for name, arm in arms.items() if name != reference}
 
 
 def compare_arms(arms: Mapping[str, Arm], seed: int = 0) -> dict[str, Any]:

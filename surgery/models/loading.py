@@ -267,7 +267,8 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     """
     base = _of_run(base)
     source = base.tokenizer or base.model
-    name, revision = source_of(source, None if base.tokenizer else base.revision)
+    with naming("base.tokenizer" if base.tokenizer else "base.model", "base.model"):
+        name, revision = source_of(source, None if base.tokenizer else base.revision)
     hint = "There is no tokenizer. Set base.tokenizer to the folder or Hub id of one."
     if base.field != "base.model":
         how = f"AutoTokenizer.from_pretrained(NAME).save_pretrained({source!r})"

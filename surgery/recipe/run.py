@@ -65,8 +65,6 @@ class Recipe(Section):
             raise ValueError(
                 f"{form} needs export.format: {' or '.join(LAYER_FORMATS)}. Set it, or remove export.format"
             )
-        if self.locate.trained:
-            raise ValueError(f"locate.methods: {self.locate.trained[0]} trains spliced heads. Remove it with {form}")
         if self.train.compile:
             raise ValueError(f"{form} does not support train.compile. Remove it")
         for stage in self.train.sequence:
@@ -112,13 +110,6 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _trained_candidates_have_no_teacher(self) -> Recipe:
-        if self.teacher is not None and self.locate.trained:
-            names = " and ".join(self.locate.trained)
-            raise ValueError(f"locate.methods: {names} cannot train copies of a teacher. Choose another method")
-        return self
-
-    @model_validator(mode="after")
     def _control_is_the_base(self) -> Recipe:
         if self.control is not None and self.splice is not None:
             raise ValueError("`control` needs `splice: null`. With a splice the base is the control: remove `control`")
@@ -161,7 +152,7 @@ class Recipe(Section):
                 what = stage.name if len(self.train.sequence) > 1 else "training"
                 given = f"{optimizer.warmup}, but {what} has {stage.num_steps} steps"
                 found.append(f"{name}.optimizer.warmup: {given}, so the learning rate never reaches its full value")
-        return tuple(found)
+        return tuple(dict.fromkeys(found))  # both stages of `read_steps` have most of the same settings
 
     @property
     def has_control(self) -> bool:

@@ -130,7 +130,7 @@ class Splice(Section):
         if isinstance(data, Mapping) and data.get("form") in ("block", "pair"):
             data = {"init": "random", "min_width": None, **data}
             if data["form"] == "pair" and data.get("side_channels") is None:
-                data["side_channels"] = SIDE_CHANNELS.get(data["init"], 0)
+                data["side_channels"] = SIDE_CHANNELS.get(str(data["init"]), 0)
         if isinstance(data, Mapping) and data.get("init", "ssm") != "ssm":
             data = {"min_width": None, **data}
         return data

@@ -345,7 +345,9 @@ class Train(TrainStage):
             trainable="reads",
             sources=tuple(_reading(source) for source in self.sources if source.weights.uses("attention")),
             # Nothing else changes, so the rate is higher. Decay would change the values, which lie in the same matrix.
-            optimizer=self.optimizer.model_copy(update={"new_heads_lr_factor": 1.0, "weight_decay": 0.0}),
+            optimizer=self.optimizer.model_copy(
+                update={"new_heads_lr_factor": 1.0, "weight_decay": 0.0, "lora_lr": None}
+            ),
         )
         return read, self.model_copy(update={"read_steps": None})
 

@@ -24,31 +24,15 @@ _ARMS = {"no_splice": "control", "base": "base"}
 _SHARE, _COUNT = "{:.3f}", "{:,.0f}"
 
 
-def point_of(
-    *,
-    values: Mapping[str, Any],
-    run: str,
-    arm: str,
-    arms: Mapping[str, Any],
-    heads: Sequence[str],
-    kv_bytes_per_token: int,
-    state_bytes: int,
-    new_parameters: int,
-    origins: Mapping[str, str],
-    probes: Mapping[str, str],
-    steps: int | None,
-) -> dict[str, Any]:
+def point_of(arms: Mapping[str, Any], arm: str, probes: Mapping[str, str], **given: Any) -> dict[str, Any]:
     """Return the entry of sweep.json for one combination of values.
 
     Args:
-        values: value by key of the recipe.
-        arm: the arm of the run that the numbers are from.
-        arms: `arms` of its results.json.
-        kv_bytes_per_token: in fp32, as `state_bytes`, those of one sequence.
-        new_parameters: number of weights in the new heads.
-        origins: where the run took a stage from, by the name of the stage.
+        arms: `arms` of the run's results.json.
+        arm: the arm that the numbers are from.
         probes: name of the probe by `name` of a task of the recipe, for tasks with another name.
-        steps: number of training steps, if they depend on a plateau in a run of the sweep.
+        given: other keys of the entry: `values`, `run`, `heads`, bytes of the cache in fp32, `new_parameters`,
+            `origins` of stages that were copied, and `steps`, if they depend on a plateau in a run of the sweep.
     """
     accuracy, of_teacher = (accuracy_by_group(found, probes) for found in (arms[arm], arms.get("teacher", {})))
     tasks = {  # every task and size with its accuracy, perplexity or loss
@@ -58,25 +42,9 @@ def point_of(
         }
         for place, entry in entries(arms[arm])
     }
-    return {
-        "values": dict(values),
-        "run": run,
-        "arm": arm,
-        "heads": list(heads),
-        "accuracy": accuracy,
-        "share_of_teacher": {
-            group: accuracy[group]["value"] / found["value"]
-            for group, found in of_teacher.items()
-            if group in accuracy and found["value"] > 0
-        },
-        "perplexity": arms[arm].get("perplexity"),
-        "kv_bytes_per_token": kv_bytes_per_token,
-        "state_bytes": state_bytes,
-        "new_parameters": new_parameters,
-        **({} if steps is None else {"steps": steps}),
-        "tasks": tasks,
-        "origins": dict(origins),
-    }
+    share = {g: accuracy[g]["value"] / x["value"] for g, x in of_teacher.items() if g in accuracy and x["value"] > 0}
+    found = {"accuracy": accuracy, "share_of_teacher": share, "perplexity": arms[arm].get("perplexity"), "tasks": tasks}
+    return {"arm": arm, **given, **found}
 
 
 def group_of(place: Place, probes: Mapping[str, str]) -> str | None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import RecipeError
-from surgery.evaluate.evaluation import Arm, evaluate_model, p_values
+from surgery.evaluate.evaluation import Arm, evaluate_model
 from surgery.evaluate.prompts import make_prompts
 from surgery.files.atomic import fingerprint, new_folder, read_json, write_json, write_text
 from surgery.files.lock import hold
@@ -100,8 +100,6 @@ def analyse(
             "chance": {task: float(rows.mean()) for task, rows in _pooled(chance).items()},
             "tasks": side_by_side(arms),
             "arms": {name: arm.summary for name, arm in arms.items()},
-            "base_is_better": {n: p_values({"base": arms["base"], n: arms[n]}, n) for n in arms if n != "base"},
-            "better_than_base": p_values(arms, "base"),
         }
         with new_folder(folder / "figures") as figures:
             _draw(results, [change.name for change in single], figures)

@@ -27,7 +27,7 @@ from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.models.alterations import HEADS_OFF, heads_off
-from surgery.models.loading import load_model, load_tokenizer
+from surgery.models.loading import has_tokenizer, load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
 from surgery.probes.documents import answer_list
 from surgery.probes.registry import PROBES
@@ -100,6 +100,8 @@ def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], di
         return {}, {}
     of = "splice" if run.recipe.train.teacher is None else "train"
     base = as_base(teacher, f"{of}.teacher.model")
+    if not has_tokenizer(base):
+        return {}, {"teacher": "it has no tokenizer"}
     if not encode_alike(load_tokenizer(base), run.tokenizer()):
         return {}, {"teacher": "its tokenizer differs from the base's, so the prompts would be different tokens"}
     return {"teacher": lambda: load_model(base).to(run.accelerator.device)}, {}

@@ -210,15 +210,15 @@ def _results(point: GridPoint, folder: Path, has_plateau: bool) -> dict[str, Any
     stages = [stage for stage in recipe.train.sequence if point.arm == "hybrid" or stage.trains_control]
     steps = sum(trained[s.name]["steps"] if s.name in trained else s.num_steps for s in stages)
     return point_of(
-        values=point.values,
+        results["arms"],
+        point.arm,
+        recipe.evaluate.probes,
+        values=dict(point.values),
         run=recipe.name,
-        arm=point.arm,
-        arms=results["arms"],
         heads=results["heads"] if point.arm == "hybrid" else [],
         kv_bytes_per_token=sizes.kv_bytes_per_token,
         state_bytes=sizes.state_bytes,
         new_parameters=sizes.new_parameters,
         origins={name: origin for name, origin in origins.items() if origin},
-        probes=recipe.evaluate.probes,
-        steps=steps if has_plateau else None,
+        **({"steps": steps} if has_plateau else {}),
     )

@@ -96,7 +96,7 @@ class Stage:
         """
         settings = settings or run.recipe
         values = settings.model_dump(mode="json")
-        for unused in ("save_every", "workers"):
+        for unused in ("save_every", "workers", "trackers", "check_every"):
             del values["train"][unused]
         values["train"]["control"] = settings.has_control and "control" in self.sections
         parts: dict[str, Any] = {}

@@ -80,7 +80,9 @@ class TrainStage(Stage):
     def check_machine(self, run: Run) -> None:
         check_installed(run.recipe)
         if run.recipe.train.teacher is not None:
-            check_finite(as_base(run.recipe.train.teacher, "train.teacher.model"))
+            teacher = as_base(run.recipe.train.teacher, "train.teacher.model")
+            check_finite(teacher)
+            load_tokenizer(teacher)
         if run.recipe.train.compile:
             check_compiler(run.accelerator.device)
 

@@ -152,6 +152,7 @@ class TestArguments:
         generate = ("generate", str(EXPORT), "The value of", "--max-new-tokens", "3")
         cases = {
             ("compare", "./lr=0.2"): ("./lr=0.2", "no such folder"),
+            ("compare", "https://huggingface.co/a/b"): ("MODEL", "Use the id in it: a/b."),
             ("finetune", str(BASE), "données 😀.jsonl"): (str(BASE), "Nothing is spliced"),
             ("finetune", str(BASE), ""): ("DATA", "''"),
             ("-q", "-v", *generate): ("--quiet", "--verbose"),

@@ -186,6 +186,8 @@ def test_a_tokenizer_beside_the_model_and_none(tmp_path: Path) -> None:
     for file in BASE.glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
     assert load_tokenizer(base_of(folder))("a 7")["input_ids"] == load_tokenizer(base_of(BASE))("a 7")["input_ids"]
+    with pytest.raises(ModelError, match=r"^base\.tokenizer: .*Use the id in it: a/b\."):
+        load_tokenizer(Base(model=str(folder), tokenizer="https://huggingface.co/a/b"))
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"\x1b[2J": "x"}}))
     assert_refused(folder, "special_tokens_map.json", "control character", load=load_tokenizer)
 

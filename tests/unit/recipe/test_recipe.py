@@ -63,7 +63,6 @@ def refused(*overrides: str) -> str:
 REFUSED = {
     "splicee=1": "splicee: 1. Unknown key",
     "locate.colour=red": "locate.colour: 'red'. Unknown key",
-    "locate.gates={steps: 2}": "Did you mean locate.method_options",
     "train.steps=0": "train.steps: 0. ",
     "train.steps=1.5": "train.steps: 1.5. ",
     "train.tokens=100": "train: set `steps` or `tokens`, not both",
@@ -96,7 +95,7 @@ REFUSED = {
     "locate.methods=[]": "at least 1",
     "locate.methods=[sharpen, sharpen]": "twice",
     "locate.methods=[sharpness]": "Did you mean sharpen?",
-    "locate.methods=[gates]": "Unknown locating method. Add bench.plugins.trials to `plugins`, and set PYTHONPATH",
+    "locate.methods=[attribution]": "Unknown locating method. Add bench.plugins.baselines to `plugins`, and set",
     "locate.task=common_words": "Unknown task. Add bench.plugins.ruler to `plugins`",
     "locate.task=closed_book": "Unknown task",
     "locate={task: mqar, filler: [0, 1]}": "mqar does not use `filler`",
@@ -130,6 +129,7 @@ REFUSED = {
     "splice={form: pair, state_size: 4}": "set `form: head`",
     "splice={form: pair, min_width: 32}": "min_width",
     "splice.form=pair & export.format=transformers": "export.format: nemotron_h",
+    "splice={form: pair, init: [ssm]}": "splice.init: ['ssm']. ",
     "splice.form=pair & train.trainable=lora": "trainable: lora. Set all or new_heads",
     "splice.form=pair & train.trainable=spliced_layers": "trainable: spliced_layers",
     "splice.form=pair & train.compile=true": "train.compile",
@@ -273,15 +273,6 @@ def test_the_sizes_of_located_prompts_are_those_of_the_probe() -> None:
     assert document.task == "phonebook" and len(document.questions[0].choices) == 8
 
 
-def test_a_recipe_of_an_earlier_export_is_read() -> None:
-    """It holds the defaults of what has moved to plugins."""
-    moved = {"gates": {"steps": 100}, "trial": {"steps": 40}}
-    assert Locate.model_validate({"pairs": 8, "backups": 0, **moved}) == Locate(pairs=8)
-    for used in ({"backups": 2, **moved}, {"gates": moved["gates"]}):
-        with pytest.raises(ValidationError, match="Extra inputs"):
-            Locate.model_validate(used)
-
-
 @each(
     ("train", "says"),
     [
@@ -296,6 +287,14 @@ def test_a_recipe_of_an_earlier_export_is_read() -> None:
         ({"optimizer": {"decay": 0.5}}, "train.optimizer.decay has no effect without `schedule: wsd`"),
         ({"optimizer": {"floor": 0.5, "schedule": "constant"}}, "train.optimizer.floor has no effect with"),
         ({"optimizer": {"lora_lr": 1e-3}}, "train.optimizer.lora_lr has no effect without `trainable: lora`"),
+        (
+            {
+                "optimizer": {"floor": 0.5, "schedule": "constant", "lora_lr": 1e-3},
+                "trainable": "lora",
+                "read_steps": 99,
+            },
+            "train.optimizer.floor has no effect with",
+        ),
         ({"optimizer": {"warmup": 30}, "steps": 30}, "train.optimizer.warmup: 30, but training has 30 steps"),
         ({"trainable": "new_heads", "control": {"model": "b"}}, "control.model has no effect"),
     ],

@@ -34,7 +34,6 @@ def test_a_long_text_is_cut_in_the_middle() -> None:
             assert len(shown) <= limit and shown.count(" ... ") == 1, (text, limit)
             head, tail = shown.split(" ... ")
             assert visible(text, 10**6).startswith(head) and visible(text, 10**6).endswith(tail), (text, limit)
-            assert not any(part.endswith("\\") and not part.endswith("\\\\") for part in (head, tail)), "half an escape"
     assert visible("x" * 20, 20) == cut_middle("x" * 20, 20) == "x" * 20 and visible("\n" * 10, 20) == "\\n" * 10
     text = "start " + "x" * 100 + " end"
     assert cut_middle(text, 21) == visible(text, 21) == "start xx ... xxxx end"

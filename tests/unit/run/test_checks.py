@@ -33,12 +33,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "broken": pico_base(**shape),
         "small": pico_base(vocab_size=61, layers=2),
         "teacher": pico_family("llama", vocab_size=TOKENS),
+        "bare": pico_family("llama", vocab_size=TOKENS),
     }
     found["broken"].get_parameter(WEIGHT).data[2, 3] = torch.nan
     found["teacher"].get_parameter("model.layers.0.self_attn.q_proj.weight").data[0, 1] = torch.inf
     for name, model in found.items():
         model.save_pretrained(root / name)
-        pico_tokenizer().save_pretrained(root / name)
+        if name != "bare":
+            pico_tokenizer().save_pretrained(root / name)
     return root
 
 
@@ -61,6 +63,7 @@ def test_models_that_cannot_be_used(models: Path, tmp_path: Path, monkeypatch: p
         ("hybrid", {"splice": None, "control": {"model": str(models / "broken")}}, f"broken: {WEIGHT} holds NaN"),
         ("base", {"splice": {"init": "teacher", "teacher": teacher}}, "q_proj.weight holds NaN or infinity"),
         ("base", {"train": {"sources": [source], "teacher": teacher}}, "q_proj.weight holds NaN or infinity"),
+        ("base", {"train": {"sources": [source], "teacher": {"model": str(models / "bare")}}}, "has no tokenizer"),
         ("small", {}, f"{too_large} the model has 61 embeddings. "),
         ("hybrid", {"splice": None, "control": {"model": str(models / "small")}}, "small has 61 embeddings. "),
     ):

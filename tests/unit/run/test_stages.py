@@ -23,7 +23,6 @@ from surgery.train.training import make_accelerator
 from surgery.types import to_json
 from tests.integration.conftest import RECIPE
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
-from tests.support.training_method import training_method
 
 READ = ("heads.json", "plan.json", "spliced", "trained", "no_splice", "results.json", "report.html", "plateau.json")
 REVISIONS = {"revision": "r", "control_revision": "", "data_revision": "", "prompts_revision": ""}
@@ -61,7 +60,7 @@ def test_what_runs_again_after_a_change(tmp_path: Path) -> None:
         (("splice.min_width=null",), ("splice.min_width=32",), "plan splice export"),
         ((), {"data_revision": "other"}, "train control evaluate export"),
         ((), ("train.control=false",), "control evaluate export"),
-        ((), ("train.save_every=7",), ""),
+        ((), ("train.save_every=7", "train.trackers=[tensorboard]", "train.check_every=3"), ""),
         ((), {"revision": "other"}, "locate plan splice train control evaluate export"),
         ((), {"heads.json": "other scores, the same heads"}, "plan evaluate export"),
         ((), {"plan.json": "other"}, "splice train evaluate export"),
@@ -77,19 +76,6 @@ def test_what_runs_again_after_a_change(tmp_path: Path) -> None:
         revisions = {name: value for name, value in files.items() if name in REVISIONS}
         after = keys_of(load_recipe(RECIPE, [*given, *more]), files, tmp_path, **revisions)
         assert " ".join(name for name in before if before[name] != after[name]) == expected, (given, change)
-
-
-def test_a_locating_method_that_trains_depends_on_the_branch(tmp_path: Path) -> None:
-    with training_method():
-        given = ("locate.methods=[patching,tried]", "splice.min_width=null")
-        for more in ("splice.min_width=64", "splice.output=copy"):
-            keys = [keys_of(load_recipe(RECIPE, [*given, *change]), {}, tmp_path) for change in ((), (more,))]
-            assert [name for name in keys[0] if keys[0][name] != keys[1][name]] == [
-                "locate",
-                "plan",
-                "splice",
-                "export",
-            ]
 
 
 def test_keys_know_the_code_of_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from surgery.data.encoding import EncodedBatch
+from surgery.models.cache import branched, copied_bytes
 from surgery.models.lookup import family_of
-from surgery.models.sizes import own_kv_bytes_per_token, state_bytes
 
 
 @dataclass(frozen=True)
@@ -117,23 +117,6 @@ def arguments(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, pa
     return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}
 
 
-def branched(cache: Cache, rows: Tensor, first: int = 0) -> Cache:
-    """A copy of the cache with these rows. Layers below `first` are shared, since they do not run."""
-
-    def chosen(value: Any) -> Any:
-        """Rows of keys, values and states, which may be in a dict by index. Other fields stay unchanged."""
-        if isinstance(value, dict):
-            return {key: chosen(inner) for key, inner in value.items()}
-        return value.index_select(0, rows) if isinstance(value, Tensor) and value.ndim > 1 else value
-
-    branch = snapshot(cache)
-    branch.layers[:first] = cache.layers[:first]
-    for new, layer in zip(branch.layers[first:], cache.layers[first:], strict=True):
-        for name, value in vars(layer).items():
-            setattr(new, name, chosen(value))
-    return branch
-
-
 def completed(cache: Cache, clean: Cache, variants: int, layer: int) -> Cache:
     """Fill in a cache of a pass that skipped modules, with the entries of the clean pass up to `layer`.
 
@@ -161,19 +144,6 @@ def completed(cache: Cache, clean: Cache, variants: int, layer: int) -> Cache:
     return whole
 
 
-def snapshot(cache: Cache) -> Cache:
-    """A copy with the current lengths, keys and values. It shares the states with `cache`."""
-    saved = copy.copy(cache)
-    saved.layers = [copy.copy(layer) for layer in cache.layers]
-    return saved
-
-
-def row_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Bytes to decode one path, without the weights: states, temporary tensors of a step, and logits."""
-    config = model.config
-    return 2 * (state_bytes(config) + tokens * own_kv_bytes_per_token(config)) + 8 * int(config.vocab_size)
-
-
 @torch.no_grad()
 def scored_choices(model: PreTrainedModel, batch: EncodedBatch, paths: Paths, memory: int = 2**29) -> Tensor:
     """(B,K) log-likelihood of each choice of the last questions.
@@ -187,7 +157,8 @@ def scored_choices(model: PreTrainedModel, batch: EncodedBatch, paths: Paths, me
     output = model(**prompt, use_cache=True, logits_to_keep=1)
     logits, cache = output.logits[:, -1], output.cache
     steps: list[list[Tensor]] = []
-    for part in torch.arange(len(paths), device=paths.owner.device).split(max(1, memory // row_bytes(model, T))):
+    row = 2 * copied_bytes(cache) // len(batch) + 8 * int(model.config.vocab_size)  # states, what a step makes, logits
+    for part in torch.arange(len(paths), device=paths.owner.device).split(max(1, memory // row)):
         branch = branched(cache, paths.owner[part])
         mask = batch.attention_mask[paths.owner[part]]
         after = []

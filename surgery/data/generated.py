@@ -23,13 +23,7 @@ _TOKENIZE_TOGETHER = 16  # documents to tokenize at once if the size of a step i
 
 
 class Stream(Protocol):
-    """Documents of one source, by step.
-
-    Attributes:
-        skipped: unusable rows that were skipped.
-    """
-
-    skipped: int
+    """Documents of one source, by step."""
 
     def step(self, step: int) -> list[Document]:
         """Return the documents of a step (from 0), for all processes. The order of calls does not matter."""
@@ -46,7 +40,6 @@ class GeneratedStream:
 
     def __init__(self, source: Source, tokenizer: PreTrainedTokenizerBase | None, seed: int, index: int) -> None:
         self.source, self.tokenizer, self.seed, self.index = source, tokenizer, seed, index
-        self.skipped = 0
 
     def smallest_and_largest(self) -> list[Document]:
         """Generate a document with the smallest and one with the largest number of `pairs`, which later steps may draw.

@@ -211,7 +211,7 @@ class StreamedDocuments:
 
     def __init__(self, source: Source, reader: Reader, seed: int, index: int) -> None:
         assert source.data is not None
-        self.source, self.reader, self.skipped = source, reader, 0
+        self.source, self.reader = source, reader
         self._epochs = ShuffledEpochs(source.data, rng_of("stream", seed, index).getrandbits(32))
         self._steps, self._at = self._grouped(), -1
         self._ready: list[Document] = []
@@ -220,7 +220,7 @@ class StreamedDocuments:
     def step(self, step: int) -> list[Document]:
         """`rows` documents, or as many as fit into `tokens`. The next step starts where this one ends."""
         if step < self._at:
-            self._steps, self._at, self.skipped = self._grouped(), -1, 0
+            self._steps, self._at = self._grouped(), -1
         while self._at < step:
             self._ready, self._at = next(self._steps), self._at + 1
         return self._ready
@@ -238,15 +238,11 @@ class StreamedDocuments:
             group.append(piece.document)
 
     def _pieces(self) -> Iterator[Piece]:
-        """Yield the documents of all epochs. Bad rows are counted in the first epoch."""
+        """Yield the documents of all epochs."""
         for epoch in count():
             self.reader.skipped, self.reader.first_error, empty = 0, None, True
             for piece in self.reader.read(self._epochs.rows(epoch)):
                 empty = False
                 yield piece
-                if epoch == 0:
-                    self.skipped = self.reader.skipped
             if empty:
                 raise self.reader.empty_error()
-            if epoch == 0:
-                self.skipped = self.reader.skipped

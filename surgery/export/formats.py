@@ -234,7 +234,7 @@ the Hub. With `pip install ssm-surgery` and `import surgery.hybrid`, transformer
 class NemotronHFormat(_OwnFormat):
     """A Nemotron-H of transformers itself: safetensors, config and tokenizer, without modelling files."""
 
-    module = "nemotron_h_folder"
+    module = "transformers_folder"
     summary = "safetensors of transformers' own Nemotron-H, without modelling files"
     limits: ClassVar[tuple[str, ...]] = (
         _NO_ASSISTED_DECODING,

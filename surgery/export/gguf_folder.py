@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, RecipeError, reading
-from surgery.export import nemotron_h_folder
+from surgery.export import transformers_folder
 from surgery.export.files import AGAIN, read_object
 from surgery.export.gguf_converter import convert, pre_tokenizer_of
-from surgery.export.nemotron_h_folder import plan_in as plan_in  # the format's functions are called by name
+from surgery.export.transformers_folder import plan_in as plan_in  # the format's functions are called by name
 from surgery.models.tensor_files import inventory, read_tensors, weight_files
 from surgery.recipe import Export
 
@@ -100,21 +100,21 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     """Write the files of `nemotron_h`, and model.gguf."""
     check_base(model.config)
     pre_tokenizer = checked_pre_tokenizer(section, tokenizer)
-    nemotron_h_folder.write_folder(model, tokenizer, folder, section)
+    transformers_folder.write_folder(model, tokenizer, folder, section)
     convert(folder, folder / FILE, pre_tokenizer, section)
 
 
 def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """As of `nemotron_h`, with `pre_tokenizer`. Also compares model.gguf with the other files."""
-    checked = nemotron_h_folder.compare_with_model(folder, model, tokenizer)
+    checked = transformers_folder.compare_with_model(folder, model, tokenizer)
     return {**checked, "pre_tokenizer": compare_with_files(folder)["pre_tokenizer"]}
 
 
 def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Check a copy as `nemotron_h_folder.verify_copy` does, and compare model.gguf with its files."""
+    """Check a copy as `transformers_folder.verify_copy` does, and compare model.gguf with its files."""
     if not (folder / FILE).is_file():
         raise ModelError(FILE, "missing", AGAIN)
-    report = nemotron_h_folder.verify_copy(folder)
+    report = transformers_folder.verify_copy(folder)
     if find_spec("gguf") is None:
         skipped = f"{FILE}: its tensors, for which the package gguf is needed (pip install gguf)"
         return {**report, "not_checked": [*report["not_checked"], skipped]}

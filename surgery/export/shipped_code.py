@@ -1,4 +1,4 @@
-"""Check the code that loading an export imports, and load it from a private copy.
+"""Check the code that loading an export imports, in a private copy.
 
 The code must equal this library's byte for byte. Modules of installed plugins are treated like this library's.
 """
@@ -6,6 +6,7 @@ The code must equal this library's byte for byte. Modules of installed plugins a
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,16 +45,11 @@ _IMPLEMENTATION_KEYS = {
 }
 _BUILT_IN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
 
+def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
+    """Compare the modules that loading the folder would import with this library's.
 
-def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> dict[str, bytes]:
-    """Return the modules that loading the folder would import, by name, after comparing them with this library's.
-
-    With `trust_remote_code` any modelling files are accepted, and the result is empty.
+    With `trust_remote_code` any modelling files are accepted.
 
     Raises:
         ModelError: a modelling file is missing; or, without `trust_remote_code`, the folder names or holds code that
@@ -73,7 +69,7 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
             "transformers would load the adapter and its base instead. Merge it first.",
         )
     if trust_remote_code:
-        return {}
+        return
     if not any(config_class is type(config) for config_class, _, _ in CLASSES):
         raise ModelError("config.json", f"model_type {config.model_type}", "This library has no hybrid of this type.")
     classes = auto_map(config)
@@ -85,13 +81,12 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
         if path.suffix == ".json":
             name = path.relative_to(folder).as_posix()
             _check_keys(name, read_json_file(folder, name), {"auto_map"} if name == "config.json" else set())
-    modules = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
     expected = _modules_of(config)
-    for name, text in modules.items():
-        if expected.get(name) != text:
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).as_posix()
+        if expected.get(name) != path.read_bytes():
             hint = f"Export again if another version wrote it. Otherwise: {_TRUST[0].lower()}{_TRUST[1:]}"
             raise ModelError(shown(name), "not the module of this library, byte for byte", hint)
-    return modules
 
 
 def _modules_of(config: PreTrainedConfig) -> dict[str, bytes]:
@@ -130,28 +125,11 @@ def _is_built_in(implementation: Any) -> bool:
 
 
 @contextmanager
-def private_copy(folder: Path, config: PreTrainedConfig, modules: Mapping[str, bytes]) -> Iterator[Path]:
-    """Yield a temporary folder with copies of the checked configs, tokenizer and modules, and links to the weights.
-
-    Loading it runs the checked code (`check_code`), even if the export changes meanwhile.
-    """
+def private_copy(folder: Path) -> Iterator[Path]:
+    """Yield a temporary copy of a folder, with links to its weights. What is checked there does not change."""
     with TemporaryDirectory() as scratch:
-        copy = Path(scratch, "export")
-        copy.mkdir()
-        for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
-            if (folder / name).is_file():
-                data = read_object(folder, name)
-                _check_keys(name, data, {"auto_map"} if name == "config.json" else set())
-                if name == "config.json":
-                    data["auto_map"] = auto_map(config)
-                (copy / name).write_text(json.dumps(data), encoding="utf-8")
-        for path in folder.iterdir():
-            if path.name in _TOKENIZER_FILES or path.suffix == ".model":
-                (copy / path.name).write_bytes(path.read_bytes())
-                if path.suffix == ".json":
-                    _check_keys(path.name, read_json_file(copy, path.name), set())
-        for name, text in modules.items():
-            (copy / name).write_bytes(text)
+        large = shutil.ignore_patterns("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "figures", ".*")
+        copy: Path = shutil.copytree(folder, Path(scratch, "export"), ignore=large, ignore_dangling_symlinks=True)
         for path in folder.glob("*.safetensors"):
             (copy / path.name).symlink_to(path.resolve())
         yield copy

@@ -1,6 +1,7 @@
-"""The export format `transformers`: write the folder, compare it with the model, verify a copy.
+"""The export formats `transformers` and `nemotron_h`: write the folder, compare it with the model, verify a copy.
 
-The modelling files are those of `surgery.hybrid`, byte for byte. Code in a folder runs only after it was found to equal
+A hybrid with inserted layers is a checkpoint of transformers' own class, without code. Otherwise the modelling files
+are those of `surgery.hybrid`, byte for byte. Code in a folder runs only after it was found to equal
 this library's.
 """
 
@@ -15,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, NemotronHConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, reading
 from surgery.export.files import AGAIN, REFERENCE, read_object
 from surgery.export.reload import SAMPLE, compare, make_reference, prompt_ids, read_reference, reload, write_reference
 from surgery.export.shipped_code import check_code, private_copy
+from surgery.files.atomic import write_text
 from surgery.hybrid.configuration_hybrid import BRANCHES
 from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.config_checks import SPLICE_VERSION
+from surgery.models.inserted import CLASS, has_inserted, portable_config
 from surgery.models.loading import load_config
 from surgery.models.lookup import family_of, structure_of
 from surgery.models.spliced import plan_of_hybrid
@@ -35,7 +38,11 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "ep
 
 
 def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, section: Export) -> None:
-    """Write weights, config, modelling files and tokenizer. Raises ModelError for a file that cannot be shipped."""
+    """Write weights, config, modelling files and tokenizer. Raises ModelError for what the format cannot hold."""
+    inserted = has_inserted(model.config) and isinstance(model.config, NemotronHConfig)
+    if section.format != "transformers" and not inserted:
+        hint = "This format holds models with inserted layers. Set splice.form: block or pair, or export.format: "
+        raise ModelError("export.format", f"nemotron_h for a {model.config.model_type}", hint + "transformers.")
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     # Another id belongs to another tokenizer, such as the default of a config class.
@@ -54,14 +61,15 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
         raise ModelError("export", type(model).__name__, str(error)) from error
     tokenizer.save_pretrained(folder)
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+    if inserted:
+        data = portable_config(read_object(folder, "config.json"), model.config)
+        write_text(folder / "config.json", json.dumps(data, indent=2, sort_keys=True) + "\n")
 
 
-def compare_with_model(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, remote_code: bool = True
-) -> dict[str, Any]:
+def compare_with_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Reload the written folder in a process that cannot import `surgery`, and compare logits and tokens.
 
-    Writes the reference that `verify_copy` compares with later. `remote_code` lets the folder's modelling files run.
+    Writes the reference that `verify_copy` compares with later.
 
     Returns:
         `checked_without_surgery`, `max_logit_difference`, `generated_tokens` (number compared), `tensors` (number).
@@ -72,7 +80,7 @@ def compare_with_model(
     tensors = check_tensors(folder, model.config)
     ids = prompt_ids(model.config.vocab_size)
     exact = "auto" if all(p.dtype == torch.float32 for p in model.parameters()) else "float32"
-    reloaded = reload(folder, ids, tuple(dict.fromkeys(("auto", exact))), remote_code)
+    reloaded = reload(folder, ids, tuple(dict.fromkeys(("auto", exact))), not has_inserted(model.config))
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
         text = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -99,7 +107,7 @@ def plan_in(folder: Path, trust_remote_code: bool = False) -> tuple[str, Plan] |
     """Read the plan from config.json; None if nothing is spliced."""
     config = _load_config(folder, trust_remote_code)
     with reading("config.json", None, AGAIN):
-        return ("config.json", plan_of_hybrid(config, "")) if getattr(config, "splice", None) else None
+        return ("config.json", plan_of_hybrid(config, "")) if _is_hybrid(config) else None
 
 
 def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -113,13 +121,19 @@ def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]
         ModelError: a check fails. The error names the file, tensor or head.
     """
     config = _load_config(folder, trust_remote_code)
-    if not getattr(config, "splice", None):
+    if not _is_hybrid(config):
         hint = "It is a plain model: nothing is spliced into it."
         raise ModelError("FOLDER", f"{folder} ({config.model_type})", hint)
     tensors = check_tensors(folder, config)
     check_generation_config(folder)
-    modules = check_code(folder, config, trust_remote_code)
-    with nullcontext(folder) if trust_remote_code else private_copy(folder, config, modules) as checked:
+    if has_inserted(config):
+        data = read_object(folder, "config.json")
+        if data.get("architectures") != [CLASS] or data.get("auto_map"):
+            value = f"architectures {data.get('architectures')}, auto_map {data.get('auto_map')}"
+            raise ModelError("config.json", value[:200], f"With inserted layers it names {CLASS} and no code. {AGAIN}")
+        return {"tensors": tensors, **reload_and_compare(folder, folder, config, remote_code=False)}
+    with nullcontext(folder) if trust_remote_code else private_copy(folder) as checked:
+        check_code(checked, config, trust_remote_code)
         return {"tensors": tensors, **reload_and_compare(folder, checked, config)}
 
 
@@ -152,7 +166,13 @@ def _load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
         splice = getattr(config, "splice", None)
         if not isinstance(splice, list | None):
             raise TypeError("splice is not a list")
+        if has_inserted(config) and not isinstance(config, NemotronHConfig):
+            raise TypeError(f"inserted layers in a {config.model_type}")
         return config
+
+
+def _is_hybrid(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "splice", None)) or has_inserted(config)
 
 
 @contextmanager

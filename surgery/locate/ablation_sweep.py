@@ -24,11 +24,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from surgery.data.choice_scores import branched, completed
+from surgery.data.choice_scores import completed
 from surgery.data.ranking import ChoiceScores
 from surgery.locate.ablation import Ablation, ablated, fill_values, token_mask
 from surgery.locate.clean_run import CleanPass, CleanRun, run_pass, scores_by_variant
-from surgery.models.cache import copied_bytes, expand_cache
+from surgery.models.cache import branched, copied_bytes
 from surgery.models.hooks import from_block, from_mixer, hooked
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.models.oracle_read import OracleRead, intervene, mixed_at_query, values_at
@@ -248,7 +248,8 @@ def _change_from(
     W, (B, T), config = len(group), run.batch.input_ids.shape, run.model.config
     run.passes += W * (B / T + run.path_passes) * (1 - lowest.layer / config.num_hidden_layers)
     reads = [spec for spec in reads if spec.layer >= lowest.layer]
-    cache = expand_cache(run.before_query, W, lowest.layer, {spec.layer for spec in reads})
+    rows = torch.arange(B, device=run.batch.input_ids.device).repeat(W)
+    cache = branched(run.before_query, rows, lowest.layer, {spec.layer for spec in reads})
     conv_states = {
         spec.name: state if spec in reads else state.clone()
         for spec in run.specs

@@ -14,13 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from surgery.data.choice_scores import Paths, arguments, branched, likelihoods, paths_of, row_bytes, snapshot
+from surgery.data.choice_scores import Paths, arguments, likelihoods, paths_of
 from surgery.data.encoding import EncodedBatch
 from surgery.data.ranking import ChoiceScores, check_logits, choice_scores, compared
-from surgery.models.cache import expand_cache
+from surgery.models.cache import branched, copied_bytes, snapshot
 from surgery.models.hooks import ActivationCache, only_logits, record
 from surgery.models.lookup import family_of
-from surgery.models.sizes import own_kv_bytes_per_token, state_bytes
 from surgery.types import MixerSpec
 
 
@@ -88,16 +87,15 @@ class CleanRun:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the states and keys of one prompt."""
-        config, tokens = self.model.config, self.batch.input_ids.shape[1]
-        return state_bytes(config) + tokens * own_kv_bytes_per_token(config)
+        return copied_bytes(self.before_query) // len(self.batch)
 
     @property
     def path_bytes(self) -> int:
         """Bytes to decode the paths of one prompt: the states at its end, and those of the paths."""
         if self.paths is None:
             return 0
-        tokens = self.batch.input_ids.shape[1] + self.paths.ids.shape[1]
-        return self.cache_bytes + row_bytes(self.model, tokens) * -(-len(self.paths) // len(self.batch))
+        row = 2 * self.cache_bytes + 8 * int(self.model.config.vocab_size)
+        return self.cache_bytes + row * -(-len(self.paths) // len(self.batch))
 
 
 @torch.no_grad()
@@ -138,7 +136,7 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
     if stepwise:
         with record(model, specs) as before:
             before_query = run_before_query()
-        query, logits = run_recorded(query, expand_cache(before_query, 1))
+        query, logits = run_recorded(query, branched(before_query, torch.arange(len(batch), device=model.device)))
         prompt = replace(prompt, activations=before.followed_by(query.activations), cache=query.cache)
     else:
         prompt, logits = run_recorded(prompt)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from surgery.locate.batches import PromptBatches, is_stepwise
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.models.sizes import kv_bytes_per_token, own_kv_bytes_per_token, state_bytes
+from surgery.models.sizes import sizes_of
 from surgery.report.text import size_text
 
 
@@ -52,11 +52,11 @@ def locate_memory(prompts: PromptBatches) -> LocateMemory:
         streams = 1 if structure.scan_reader(mixer) is out_proj else 2  # the heads, and the scan before a gated norm
         projected = 0 if in_proj is None else getattr(in_proj, "out_features", 0)
         recorded += item * (D + streams * spec.num_heads * spec.head_dim + projected)
-    keys = kv_bytes_per_token(getattr(config, "splice", None) or []) + own_kv_bytes_per_token(config)
+    size = sizes_of(model)
     caches = 2 if is_stepwise(prompts.section) else 1
     shapes = [batch.input_ids.shape for batch in prompts.batches]
     return LocateMemory(
         weights=sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers()),
         activations=max(B * T * recorded for B, T in shapes),
-        states=caches * max(B * (state_bytes(config) + T * keys) for B, T in shapes),
+        states=caches * max(B * (size.state_bytes + size.kv_bytes(T)) for B, T in shapes),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,33 +14,30 @@ from transformers.cache_utils import Cache
 from surgery.models.meters import FusedAttention, Meter
 
 
-def expand_cache(cache: Cache, variants: int, first: int = 0, shared: Collection[int] = ()) -> Cache:
-    """Copy a cache for several variants of every row.
+def snapshot(cache: Cache) -> Cache:
+    """A copy with the current lengths, keys and values. It shares the states with `cache`."""
+    saved = copy.copy(cache)
+    saved.layers = [copy.copy(layer) for layer in cache.layers]
+    return saved
+
+
+def branched(cache: Cache, rows: Tensor, first: int = 0, shared: Collection[int] = ()) -> Cache:
+    """A copy of the cache with these rows.
 
     Args:
-        cache: cache of B rows.
-        variants: number of variants, W.
         first: first layer that will run. The caches of lower layers are not copied.
-        shared: layers whose SSM states are not copied, because no variant writes them.
-
-    Returns:
-        A cache of W*B rows, variant-major.
+        shared: layers whose SSM states are not copied, because nothing writes them.
     """
-    expanded = copy.copy(cache)
-    expanded.layers = []
-    for index, layer in enumerate(cache.layers):
-        new = copy.copy(layer)
-        for name, place, value in _tensors(layer, index in shared) if index >= first else ():
-            if place is None:
-                setattr(new, name, _repeat(value, variants))
-            else:
-                setattr(new, name, {**getattr(new, name), place: _repeat(value, variants)})
-        expanded.layers.append(new)
-    return expanded
+    branch = snapshot(cache)
+    for index, layer in enumerate(branch.layers[first:], first):
+        for name, place, value in _tensors(cache.layers[index], index in shared):
+            taken = value.index_select(0, rows)
+            setattr(layer, name, taken if place is None else {**getattr(layer, name), place: taken})
+    return branch
 
 
 def copied_bytes(cache: Cache, shared: Collection[int] = ()) -> int:
-    """Bytes that `expand_cache` copies for one variant of every row."""
+    """Bytes that `branched` copies for one variant of every row."""
     tensors = (_tensors(layer, index in shared) for index, layer in enumerate(cache.layers))
     return sum(value.nbytes for layer in tensors for _, _, value in layer)
 
@@ -55,35 +51,11 @@ def _tensors(layer: Any, shared: bool) -> Iterator[tuple[str, int | None, Tensor
             yield from ((name, k, v) for k, v in value.items() if isinstance(v, Tensor) and not (shared and k == 0))
 
 
-def _repeat(x: Tensor, variants: int) -> Tensor:
-    return x.repeat(variants, *([1] * (x.ndim - 1)))
-
-
-@dataclass(frozen=True)
-class CacheBytes:
-    """Bytes of the cache of one sequence, in the model's own dtypes.
-
-    Attributes:
-        state: bytes of convolution and recurrent states, for any length.
-        per_token: bytes of keys and values per token.
-    """
-
-    state: int
-    per_token: int
-
-    def at(self, tokens: int) -> int:
-        """Return the bytes after `tokens` tokens."""
-        return self.state + self.per_token * tokens
-
-
-def cache_bytes(model: PreTrainedModel) -> CacheBytes:
-    """Measure the cache of a model on the meta device, by a forward pass."""
-    model.eval()
+def cache_of(model: PreTrainedModel, tokens: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a model, possibly on the meta device, and return the states and the keys and values of its cache."""
     with torch.no_grad(), FusedAttention(), Meter():
-        ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
-        cache = model(ids, use_cache=True).cache
-    states, keys_values = cache_tensors(cache)
-    return CacheBytes(sum(t.nbytes for t in states), sum(t.nbytes for t in keys_values) // ids.numel())
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+        return cache_tensors(model.eval()(ids, use_cache=True).cache)
 
 
 def cache_tensors(cache: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -17,9 +17,9 @@ from surgery.files.ownership import check_replaceable, mark
 from surgery.models import mamba_ssm_format
 from surgery.models.config_checks import CONFIG_HINT, quantization_of
 from surgery.models.inserted import has_inserted, portable_config
-from surgery.models.loading import open_checkpoint
+from surgery.models.loading import SLOW_TOKENIZER, open_checkpoint
 from surgery.models.runtime import stays_in_fp32
-from surgery.models.stored import StoredModel
+from surgery.models.stored import StoredModel, names_in
 from surgery.models.tensor_faults import checked_model
 from surgery.models.tensor_files import check_small, write_shards
 from surgery.recipe import Base
@@ -87,8 +87,9 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
             model.config.dtype = dtype_of("", tensors[mamba_ssm_format.TIED[0]].dtype)
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(new)  # with the modelling files, if transformers has no such class
+        more = () if source.folder is None else names_in(source.folder, SLOW_TOKENIZER)
         copied = []
-        for name in _OTHER_FILES:
+        for name in dict.fromkeys((*_OTHER_FILES, *more)):
             file = source.find(name)
             if file is not None:
                 check_small(file, str(file))

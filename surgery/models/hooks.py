@@ -246,7 +246,7 @@ def replaced_once(
     Raises:
         ModelError: the method was never called.
     """
-    original, calls = getattr(module, method), 0
+    original, own, calls = getattr(module, method), vars(module).get(method), 0
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -261,6 +261,8 @@ def replaced_once(
         yield
     finally:
         delattr(module, method)  # restores that of the class
+        if own is not None:  # such as a hook of Accelerate
+            setattr(module, method, own)
     if not calls:
         hint = f"Its {method} was never called, so nothing was measured. Run without fused kernels."
         raise ModelError("hook", type(module).__name__, hint)

@@ -116,14 +116,6 @@ class Structure(Protocol):
         In Mamba-1 (B,I,T,T). Prompts must not be padded.
         """
 
-    def state_numel(self, spec: MixerSpec) -> int:
-        """Return the number of cached values per sequence, independent of its length."""
-        return 0
-
-    def kv_numel(self, spec: MixerSpec) -> int:
-        """Return the number of cached values per token."""
-        return 0
-
 
 @runtime_checkable
 class ReadsState(Protocol):

@@ -60,7 +60,7 @@ from surgery.registry import load_plugins
 T = TypeVar("T")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-_SLOW_TOKENIZER = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
+SLOW_TOKENIZER = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
 def _names_its_field(load: Callable[[Base], T]) -> Callable[[Base], T]:
@@ -345,4 +345,4 @@ def _check_keys(file: Path) -> None:
 
 def _tokenizer_files(folder: Path) -> tuple[str, ...]:
     """Patterns of the files that a tokenizer is loaded from. Without tokenizer.json it is made from others."""
-    return _TOKENIZER if (folder / "tokenizer.json").is_file() else (*_TOKENIZER, *_SLOW_TOKENIZER)
+    return _TOKENIZER if (folder / "tokenizer.json").is_file() else (*_TOKENIZER, *SLOW_TOKENIZER)

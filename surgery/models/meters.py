@@ -33,13 +33,11 @@ class PassCost:
 
     Attributes:
         saved: bytes that autograd saves for backward, each storage once, without parameters and buffers.
-        held: bytes alive at the end of the forward pass: saved tensors and outputs.
         forward_peak, backward_peak: peak bytes of each pass, without parameters and their gradients.
         flops: FLOPs of matrix products, convolutions and attention, without elementwise operations.
     """
 
     saved: int
-    held: int
     forward_peak: int
     backward_peak: int
     flops: int
@@ -60,30 +58,12 @@ def measure(call: Callable[[], Sequence[Tensor]], model: nn.Module | None = None
     with FusedAttention(), Meter(belongings(model)) as meter:
         with saved_bytes(model) as saved:
             outputs = list(call())
-        held, forward_peak = meter.now, meter.peak
+        forward_peak = meter.peak
         trained = [output for output in outputs if output.requires_grad]
         if trained:
             meter.peak = meter.now
             torch.autograd.backward(trained, [torch.empty_like(output) for output in trained])
-    return PassCost(saved.total, held, forward_peak, meter.peak if trained else 0, meter.flops)
-
-
-def extrapolate(lengths: Sequence[int], costs: Sequence[PassCost], length: int) -> PassCost:
-    """Extrapolate costs to another length by a Lagrange polynomial. Exact for three lengths and terms up to T^2.
-
-    Args:
-        lengths: measured lengths in tokens.
-        costs: cost at each of them.
-        length: length to extrapolate to.
-    """
-    weights = []
-    for i, a in enumerate(lengths):
-        weight = 1.0
-        for j, b in enumerate(lengths):
-            weight *= (length - b) / (a - b) if i != j else 1.0
-        weights.append(weight)
-    names = [field.name for field in fields(PassCost)]
-    return PassCost(*(round(sum(w * getattr(c, n) for w, c in zip(weights, costs, strict=True))) for n in names))
+    return PassCost(saved.total, forward_peak, meter.peak if trained else 0, meter.flops)
 
 
 def belongings(model: nn.Module | None) -> list[Tensor]:

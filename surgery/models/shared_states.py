@@ -37,7 +37,7 @@ def from_shared_states(
 
     Args:
         specs: mixers of `reading`. The others run as usual, from their own copy of the cache.
-        cache: states of B rows for these mixers (`expand_cache(..., shared=...)`).
+        cache: states of B rows for these mixers (`branched(..., shared=...)`).
         activations: activations of a clean pass, for the form of the mixers' outputs.
         unchanged: a mixer whose input is the same in all variants. It runs once up to its gated norm.
 

@@ -151,6 +151,8 @@ class StoredModel:
         if not files:
             known = foreign(names_in(self.folder), self.model) if self.folder is not None else ""
             hint = "It has no weights (*.safetensors or pytorch_model.bin). Use a complete checkpoint."
+            if self.folder is None:
+                hint = f"The Hub cannot be reached, or {hint[0].lower()}{hint[1:]}"
             raise ModelError("base.model", self.model, known or hint)
         return files
 

@@ -18,7 +18,7 @@ from surgery.files.atomic import read_json
 from surgery.files.shipped import local_path
 from surgery.locate.batches import PromptBatches
 from surgery.locate.memory import locate_memory
-from surgery.models.cache import cache_bytes
+from surgery.models.cache import cache_of
 from surgery.models.inserted import as_inserted, has_inserted, inserted_entries
 from surgery.models.loading import load_config, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
@@ -78,9 +78,9 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
     caches = {}
     for name, model in (("base", plain), ("hybrid", hybrid)):
         if name == "hybrid" or recipe.splice is not None:  # otherwise the base is the hybrid
-            cache = cache_bytes(model)
-            by_length = {length: cache.at(tokens) for length, tokens in LENGTHS.items()}
-            caches[name] = {"state": cache.state, "kv_per_token": cache.per_token, **by_length}
+            state, kv = (sum(t.nbytes for t in tensors) for tensors in cache_of(model, 1))
+            by_length = {length: state + kv * tokens for length, tokens in LENGTHS.items()}
+            caches[name] = {"state": state, "kv_per_token": kv, **by_length}
     tokenizer, counted_with = _tokenizer(recipe.base, online=not shapes_from)
     with_chat_template(tokenizer, recipe.export.chat_template)
     locating = ""

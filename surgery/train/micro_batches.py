@@ -176,7 +176,7 @@ def log_missing_reads(
         marked = [d for d in drawn if d.questions and all(q.segment and q.value for q in d.questions)]
         if not marked or not source.weights.needs("gold_positions"):
             continue
-        batch = encode(marked, tokenizer)
+        batch = encode(marked, tokenizer, choices=False)
         reads = batch.read_query >= 0
         missing = int((reads & (batch.read_answer_token < 0)).sum())
         if missing:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from surgery.models.lookup import family_of
-from surgery.models.sizes import state_bytes
+from surgery.models.sizes import sizes_of
 from surgery.recipe import check_recipe
 from surgery.recipe.yaml import read_mapping
 from surgery.run.context import Run
@@ -80,7 +80,7 @@ def test_the_export_is_what_was_trained(run: Path) -> None:
     with torch.no_grad():
         one, other = (model(tokens()).logits for model in models)
     assert torch.equal(one, other)
-    assert state_bytes(models[1].config) < state_bytes(AutoModelForCausalLM.from_pretrained(BASE).config)
+    assert sizes_of(models[1]).state_bytes < sizes_of(AutoModelForCausalLM.from_pretrained(BASE)).state_bytes
 
 
 def test_training_ends_at_the_plateau_and_the_control_trains_as_many_steps(run: Path) -> None:

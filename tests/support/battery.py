@@ -15,7 +15,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHPreTrain
 
 from surgery.models.lookup import family_of, geometry_of, structure_of
 from surgery.models.runtime import requires_grad
-from surgery.models.sizes import kv_bytes_per_token, own_kv_bytes_per_token, sizes_of, state_bytes
+from surgery.models.sizes import sizes_of
 from surgery.recipe import Splice
 from surgery.splice.graft import splice_model
 from surgery.types import Graft, MixerSpec, Plan
@@ -89,9 +89,6 @@ def shared(model: Any) -> set[frozenset[str]]:
 def assert_cache_is_as_large_as_said(model: Any) -> None:
     """Bytes of every tensor in the cache, at two lengths, two prompts at once."""
     size = sizes_of(model)
-    assert size.state_bytes == state_bytes(model.config)
-    sites = getattr(model.config, "splice", None) or []
-    assert size.kv_bytes_per_token == own_kv_bytes_per_token(model.config) + kv_bytes_per_token(sites)
     for length in (5, 11):
         with torch.no_grad():
             cache = model(tokens(2, length), use_cache=True).cache

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from surgery.errors import ModelError
-from surgery.models.layouts import HeadSlices, Streams, Structure, register_structure
+from surgery.models.layouts import HeadSlices, Structure, register_structure
 from surgery.models.mixers.mamba2 import span
 from surgery.types import MixerSpec
 
@@ -26,19 +24,6 @@ class AttentionStructure(Structure):
     def out_proj(self, mixer: nn.Module) -> nn.Linear:
         return mixer.o_proj
 
-    def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
-        raise ModelError("layer", spec.name, "Softmax attention has no recurrence. Use an SSM layer.")
-
-    def skip(self, mixer: nn.Module, x_BHP: Tensor) -> Tensor:
-        return torch.zeros_like(x_BHP)
-
-    def hidden_attention(self, mixer: nn.Module, spec: MixerSpec, streams: Streams) -> Tensor:
-        hint = "This layer is attention. Run the model with output_attentions=True for its weights."
-        raise ModelError("layer", spec.name, hint)
-
-    def kv_numel(self, spec: MixerSpec) -> int:
-        return 2 * spec.num_groups * spec.head_dim
-
 
 @register_structure
 class NeoXAttentionStructure(AttentionStructure):
@@ -55,9 +40,6 @@ class MambaSsmAttentionStructure(AttentionStructure):
     """The attention layers of mamba_ssm's own hybrids."""
 
     kind = "mamba_ssm_attention"
-
-    def state_numel(self, spec: MixerSpec) -> int:
-        return (spec.num_heads + 2 * spec.num_groups) * spec.head_dim * spec.conv_kernel
 
     def out_proj(self, mixer: nn.Module) -> nn.Linear:
         return mixer.out_proj

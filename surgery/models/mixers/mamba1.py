@@ -54,9 +54,6 @@ class Mamba1Structure(Structure):
             weights = weights + log_decay.exp() * pair_BTS[:, None]
         return weights * streams.step.transpose(1, 2)[:, :, None, :]
 
-    def state_numel(self, spec: MixerSpec) -> int:
-        return spec.num_heads * spec.head_dim * (spec.conv_kernel + spec.state_size)
-
 
 @register_structure
 class FalconMambaStructure(Mamba1Structure):

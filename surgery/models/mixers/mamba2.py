@@ -89,10 +89,6 @@ class Mamba2Structure(Structure):
         weights_BHTS = decayed_scores(streams, -mixer.A_log.exp() * streams.step, spec)
         return weights_BHTS * streams.step.transpose(1, 2)[:, :, None, :]
 
-    def state_numel(self, spec: MixerSpec) -> int:
-        inner = spec.num_heads * spec.head_dim
-        return (inner + 2 * spec.num_groups * spec.state_size) * spec.conv_kernel + inner * spec.state_size
-
 
 @register_structure
 class FalconH1Structure(Mamba2Structure):

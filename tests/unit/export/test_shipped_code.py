@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,20 @@ LIBRARY = Path(surgery.hybrid.__file__).parent
 def test_what_is_written_is_what_is_expected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every family `auto_map` and the modules are those that are computed; one more is refused.
 
-    The private copy holds configs, tokenizer, modules and weights alone, whatever the folder holds by then.
+    The private copy stays as it was checked, whatever the folder holds by then.
     """
     monkeypatch.setattr(transformers_folder, "reload", in_this_process)
     model, folder = trained(name), tmp_path / "export"
     export_model(model, pico_tokenizer(), folder)
-    modules = check_code(folder, model.config)
-    assert set(modules) == {path.name for path in folder.glob("*.py")}
-    other = next(p for p in LIBRARY.glob("*.py") if p.name not in modules)
-    (folder / other.name).write_bytes(other.read_bytes())
-    with pytest.raises(ModelError, match=other.name):
-        check_code(folder, model.config)
-    for path in folder.glob("*.py"):
-        path.write_text("raise SystemExit")
-    (folder / "custom_generate").mkdir()
-    with private_copy(folder, model.config, modules) as copy:
-        plain = {path.name for path in copy.iterdir() if not path.is_symlink()}
-        linked = {path.name for path in copy.iterdir() if path.is_symlink()}
-        assert plain == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", *modules}
-        assert linked == {"model.safetensors"}
-        assert all((copy / name).read_bytes() == (LIBRARY / name).read_bytes() for name in modules)
-        assert json.loads((copy / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    with private_copy(folder) as copy:
+        for path in folder.glob("*.py"):
+            path.write_text("raise SystemExit")
+        check_code(copy, model.config)
+        assert (copy / "model.safetensors").is_symlink()
+        other = next(p for p in LIBRARY.glob("*.py") if not (copy / p.name).exists())
+        (copy / other.name).write_bytes(other.read_bytes())
+        with pytest.raises(ModelError, match=other.name):
+            check_code(copy, model.config)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def test_transformers_checkpoints_pass_through(tmp_path: Path) -> None:
     assert "__float__" not in config.read_text()
     (tmp_path / "own" / "modeling_of_its_own.py").write_text("# code")
     (tmp_path / "own" / "tokenizer.json").write_text("{}")
+    (tmp_path / "own" / "spiece.model").write_bytes(b"a tokenizer")
     convert(base_of(tmp_path / "own"), tmp_path / "new")
     assert_same_logits(load_model(base_of(tmp_path / "new")), hybrid)
     own, new = ({p.name for p in (tmp_path / name).iterdir()} for name in ("own", "new"))

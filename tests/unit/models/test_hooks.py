@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surgery.errors import ModelError
-from surgery.models.hooks import record
+from surgery.models.hooks import record, replaced_once
 from surgery.models.lookup import family_of
 from surgery.models.oracle_read import OracleRead, intervene
 from tests.support.cases import each
@@ -68,6 +68,15 @@ class TestHooks:
         with pytest.raises(ModelError, match="L1H out_proj"), intervene(model, SPECS, ablate, {}):
             pass
         assert not hooks(model)
+
+    def test_a_module_keeps_a_forward_of_its_own(self) -> None:
+        """As Accelerate sets one on models that it moves between devices."""
+        mixer, ran = pico_base().backbone.layers[0].mixer, []
+        own, mixer.forward = mixer.forward, lambda *args, **kwargs: (ran.append(1), own(*args, **kwargs))[1]
+        with replaced_once(mixer, lambda x: x, as_tuple=False):
+            mixer(torch.ones(1, 3, HIDDEN))
+        mixer(torch.ones(1, 3, HIDDEN))
+        assert len(ran) == 1
 
     @each("fires", [False, True])
     def test_an_exception_passes_and_leaves_no_hook(self, fires: bool) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from surgery.models.meters import Meter, PassCost, extrapolate, measure
+from surgery.models.meters import Meter, PassCost, measure
 from tests.support.cases import each
 
 
@@ -94,9 +94,5 @@ def test_attention_keeps_no_scores(masked: bool, grouped: bool) -> None:
     assert saved(128) - saved(64) == 2 * (saved(64) - saved(32)) > 0
 
 
-def test_extrapolation_is_exact_for_squares() -> None:
-    def cost(t: int) -> PassCost:
-        return PassCost(3 * t + 1, 5 * t, 7, t * t, 2 * t * t + t)
-
-    assert extrapolate((2, 4, 6), [cost(2), cost(4), cost(6)], 500) == cost(500)
-    assert cost(2).times(3) == PassCost(21, 30, 21, 12, 30)
+def test_the_cost_of_several_passes() -> None:
+    assert PassCost(7, 7, 4, 10).times(3) == PassCost(21, 21, 12, 30)

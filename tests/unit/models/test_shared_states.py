@@ -13,7 +13,7 @@ from torch import Tensor
 from surgery.data.choice_scores import arguments
 from surgery.errors import ModelError
 from surgery.locate.clean_run import CleanRun, run_clean
-from surgery.models.cache import copied_bytes, expand_cache
+from surgery.models.cache import branched, copied_bytes
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.models.shared_states import from_shared_states, reading
 from surgery.types import MixerSpec
@@ -48,7 +48,7 @@ def run_of(model: Any) -> CleanRun:
 def step(run: CleanRun, is_shared: bool, unchanged: MixerSpec | None = None) -> Tensor:
     """(W*B,V) logits of a decode step whose token differs between the variants, unless a mixer is unchanged."""
     reads = reading(run.specs) if is_shared else ()
-    cache = expand_cache(run.before_query, W, 0, {spec.layer for spec in reads})
+    cache = branched(run.before_query, torch.arange(len(run.batch)).repeat(W), 0, {spec.layer for spec in reads})
     ids = run.query.batch.input_ids.repeat(W, 1)
     if unchanged is None:
         ids = (ids + 7 * torch.arange(W).repeat_interleave(len(run.batch))[:, None]) % run.model.config.vocab_size
@@ -76,7 +76,7 @@ def test_a_step_is_the_models_own_and_no_state_is_copied_or_written(make: Any) -
     run = run_of(make())
     before = [tensor.clone() for tensor in states(run)]
     layers = {spec.layer for spec in reading(run.specs)}
-    expanded = expand_cache(run.before_query, W, 0, layers)
+    expanded = branched(run.before_query, torch.arange(len(run.batch)).repeat(W), 0, layers)
     for layer in layers:
         own, new = run.before_query.layers[layer], expanded.layers[layer]
         assert new.conv_states[0] is own.conv_states[0] and new.recurrent_states[0] is own.recurrent_states[0]

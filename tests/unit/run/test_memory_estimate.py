@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from surgery.data.encoding import encode
 from surgery.data.user import open_source
-from surgery.models.cache import cache_bytes, cache_tensors
+from surgery.models.cache import cache_of, cache_tensors
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.meters import saved_bytes
 from surgery.recipe import Source, Splice, Train, Weights
@@ -134,14 +134,14 @@ def test_cache_bytes_are_those_of_a_real_cache() -> None:
 @torch.no_grad()
 def check_cache(model: PreTrainedModel, what: str) -> None:
     """After a prefill of 5 tokens and 3 decode steps."""
-    found = cache_bytes(copy.deepcopy(model).to("meta"))
+    state, per_token = (sum(t.nbytes for t in part) for part in cache_of(copy.deepcopy(model).to("meta"), 1))
     ids = torch.randint(3, 60, (1, 8), generator=torch.Generator().manual_seed(0))
     kept = model(ids[:, :5], use_cache=True).cache
     for step in range(5, 8):
         kept = model(ids[:, step : step + 1], use_cache=True, cache=kept).cache
     states, grown = cache_tensors(kept)
-    assert found.state == sum(t.nbytes for t in states), what
-    assert found.at(8) == sum(t.nbytes for t in (*states, *grown)), what
+    assert state == sum(t.nbytes for t in states), what
+    assert state + 8 * per_token == sum(t.nbytes for t in (*states, *grown)), what
 
 
 def test_the_longest_row_of_own_data_counts_wherever_it_is(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ mutants: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.mutants $(MUTANTS)
 
 ## Run transformers' own common model tests (from its source distribution) over the plain and hybrid class of every family:
-## five minutes on one core. Options: UPSTREAM='--families mamba2 --checkout ../transformers'.
+## five minutes on one core. Options: UPSTREAM='--families mamba2'.
 upstream: $(VENV)/.installed
 	$(BIN)/python -m bench.upstream $(UPSTREAM)
 

@@ -50,12 +50,14 @@ def load(folder: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return load_model(base).eval(), load_tokenizer(base)
 
 
-def spliced_at(base: PreTrainedModel, head: HeadId, reads: Reads = "answer_token") -> tuple[PreTrainedModel, Plan]:
+def spliced_at(
+    base: PreTrainedModel, head: HeadId, reads: Reads = "answer_token", seed: int = 0
+) -> tuple[PreTrainedModel, Plan]:
     """Hybrid with one attention head added beside this head, and its plan."""
     scored = ScoredHead(head, "neither", reads, {})
-    heads = HeadSet("base", "", geometry_of(base.config), (scored,), (scored,), "list", 0)
+    heads = HeadSet("base", "", geometry_of(base.config), (scored,), (scored,), "list", seed)
     section = Splice(select="list", heads=(str(head),), min_width=None)
-    plan = make_plan(heads, base.config, section, 0)
+    plan = make_plan(heads, base.config, section, seed)
     return splice_model(base, plan, section), plan
 
 

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 
 from bench.common import ROOT, SHIPPED, finished, markdown_table, parser, save
-from surgery.files.atomic import fingerprint
 from surgery.models.loading import load_model
 from surgery.recipe import Base
 from tests.support.pico import SPLICED_FAMILIES, pico_family, pico_tokenizer
@@ -105,11 +104,10 @@ class Stranger:
     Args:
         command: the installed `surgery`.
         home: the folder. Every command starts there.
-        settings: further arguments of `surgery run`, for tests.
     """
 
-    def __init__(self, command: Path, home: Path, settings: Sequence[str] = ()) -> None:
-        self.command, self.home, self.settings = command.absolute(), home, settings
+    def __init__(self, command: Path, home: Path) -> None:
+        self.command, self.home = command.absolute(), home
         hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
         self.environment = {key: value for key, value in os.environ.items() if key not in hidden}
 
@@ -135,7 +133,7 @@ class Stranger:
             recipe = f"{name}.yaml"
             commands.append(self.run(log, "init", name, output=self.home / recipe))
         if not any(done["rc"] for done in commands):
-            commands.append(self.run(log, "run", recipe, *self.settings))
+            commands.append(self.run(log, "run", recipe))
         if not any(done["rc"] for done in commands):
             commands.append(self.run(log, "verify", f"runs/{name}/export"))
         missing = [file for file in FILES if not (run_folder / file).is_file()]
@@ -169,22 +167,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="cases to run")
     options.add_argument("--python", default=sys.executable, help="interpreter of the new environment")
     options.add_argument("--surgery", type=Path, help="an installed command to use instead of a new environment")
-    options.add_argument("--set", nargs="+", default=(), metavar="KEY=VALUE", help="settings of `surgery run`")
     chosen = options.parse_args(arguments)
     folder: Path = chosen.folder
     home = folder / "home"
     home.mkdir(parents=True, exist_ok=True)
     command = chosen.surgery or install(folder, chosen.python)
     installed = {} if chosen.surgery else {"installed": versions(command)}
-    stranger = Stranger(command, home, chosen.set)
+    stranger = Stranger(command, home)
     results = []
     for name in chosen.only:
         path = folder / "cases" / f"{name}.json"
-        key = fingerprint([name, list(chosen.set)])
-        result = finished(path, key)
+        result = finished(path, name)
         if result is None or not succeeded(result):
             path.parent.mkdir(exist_ok=True)
-            result = {"key": key, **stranger.convert(name)}
+            result = {"key": name, **stranger.convert(name)}
             save(path, result)
         print(f"{name}: {'finished' if succeeded(result) else 'FAILED'}", flush=True)
         results.append(result)

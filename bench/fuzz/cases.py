@@ -96,8 +96,7 @@ def recipes(bench: Bench) -> Built:
     dry = rng.random() < 0.15
     name = rng.choice(("quickstart.yaml", "finetune.yaml")) if dry else name
     text = bench.corpus.recipes[name]
-    for path in ("checkpoints/pico-mamba2", "checkpoints/quickstart/export"):
-        text = text.replace(f"model: {path}", f"model: {BASE.parents[1] / path}")
+    shutil.copyfile(bench.corpus.folder("data") / "rows.jsonl", bench.folder / "tickets.jsonl")  # of finetune.yaml
     (bench.folder / "r.yaml").write_bytes(bench.mutate.yaml_bytes(yaml.safe_load(text), text))
     return (("run", "r.yaml", "--dry-run") if dry else ("validate", "r.yaml")), ()
 
@@ -155,7 +154,8 @@ def configs(bench: Bench) -> Built:
 def tokenizers(bench: Bench) -> Built:
     """Tokenizer files beside a good model."""
     rng, mutate = bench.rng, bench.mutate
-    folder = bench.linked(rng.choice((BASE, bench.corpus.folder("sharded"), bench.corpus.folder("hybrid"))))
+    source = rng.choice((BASE, bench.corpus.folder("sharded"), bench.corpus.folder("hybrid")))
+    folder = bench.linked(source)
     for _ in range(rng.choice((1, 1, 2))):
         name = rng.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json", "tokenizer_config.json",
                            "special_tokens_map.json",
@@ -181,7 +181,7 @@ def tokenizers(bench: Bench) -> Built:
     kind = rng.random()
     if kind < 0.8:
         return ("generate", "./m", "a 7", "--max-new-tokens", "2"), ()
-    if kind < 0.9:
+    if kind < 0.9 and source == BASE:
         return ("locate", str(RECIPES / "quickstart.yaml"), *TINY, "base.model=./m"), ("runs",)
     return ("run", str(RECIPES / "quickstart.yaml"), *SMALL_RUN, "base.model=./m", "--dry-run"), ()
 

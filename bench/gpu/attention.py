@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from bench.gpu.env import Row, first_line
 from bench.gpu.families import BF16_LIMIT, TIMES_CPU, relative
-from bench.gpu.models import base_of, exact_fp32, hybrid_of, prompts
+from bench.gpu.models import base_of, exact_fp32, host, hybrid_of, prompts
 from bench.gpu.runner import Options, gpu_lost, note
 
 BACKENDS = {
@@ -131,16 +131,12 @@ def _prompts(hybrid: PreTrainedModel, kind: str, options: Options) -> tuple[Tens
     return ids, mask
 
 
-def _host(x: Tensor) -> Tensor:
-    return x.detach().double().cpu()
-
-
 @torch.no_grad()
 def _forward(hybrid: PreTrainedModel, kind: str, options: Options) -> Tensor:
     """Logits of the tokens that are not padding."""
     ids, mask = _prompts(hybrid, kind, options)
     logits = hybrid.eval()(ids, attention_mask=mask, use_cache=False).logits
-    return _host(logits if mask is None else logits[mask.bool()])
+    return host(logits if mask is None else logits[mask.bool()])
 
 
 @torch.no_grad()
@@ -150,10 +146,10 @@ def _decode(hybrid: PreTrainedModel, kind: str, options: Options) -> Tensor:
     start, cache, steps = ids.shape[1] - STEPS, None, []
     for first, end in [(0, start), *((t, t + 1) for t in range(start, ids.shape[1]))]:
         seen = None if mask is None else mask[:, :end]
-        output = hybrid(ids[:, first:end], attention_mask=seen, cache_params=cache, use_cache=True)
-        cache = output.cache_params
+        output = hybrid(ids[:, first:end], attention_mask=seen, cache=cache, use_cache=True)
+        cache = output.cache
         steps.append(output.logits[:, -1:])
-    return _host(torch.cat(steps, dim=1))
+    return host(torch.cat(steps, dim=1))
 
 
 def _gradient(hybrid: PreTrainedModel, kind: str, options: Options) -> Tensor:
@@ -166,7 +162,7 @@ def _gradient(hybrid: PreTrainedModel, kind: str, options: Options) -> Tensor:
     F.cross_entropy(logits[counts].float(), ids[:, 1:][counts]).backward()
     gradient = torch.cat([p.grad.flatten().double() for p in hybrid.parameters() if p.grad is not None])
     hybrid.eval().zero_grad()
-    return _host(gradient)
+    return host(gradient)
 
 
 MEASURES = {"forward": _forward, "decode": _decode, "gradient": _gradient}

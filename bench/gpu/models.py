@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.hybrid.modeling_hybrid import KERNELS
 from surgery.models.lookup import family_of, geometry_of, mixer_of, structure_of
@@ -83,6 +83,14 @@ def plan_of(base: PreTrainedModel, mode: Mode, inits: tuple[str, str] = ("ssm", 
     return Plan("pico", geometry_of(base.config), (one, two), 0)
 
 
+def timed_plan(name: str, config: PreTrainedConfig) -> Plan:
+    """Describe the hybrids that are timed: a copied head in the middle layer, and one at three quarters."""
+    sites = family_of(config).sites(config)
+    chosen = (sites[len(sites) // 2], sites[3 * len(sites) // 4])
+    grafts = tuple(Graft(site, (1,), "add", "ssm", ("segment_end",)) for site in chosen)
+    return Plan(name, geometry_of(config), grafts, 0)
+
+
 def ssm_specs(model: PreTrainedModel) -> tuple[MixerSpec, ...]:
     """Every SSM mixer of a model."""
     return tuple(spec for spec in family_of(model.config).mixers(model.config) if spec.is_ssm)
@@ -92,6 +100,11 @@ def prompts(model: PreTrainedModel, batch: int, length: int, seed: int = 0) -> T
     """(B,T) random tokens on the model's device."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randint(3, model.config.vocab_size, (batch, length), generator=rng).to(model.device)
+
+
+def host(x: Tensor) -> Tensor:
+    """The tensor on the CPU in fp64."""
+    return x.detach().double().cpu()
 
 
 @contextmanager

@@ -20,14 +20,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, Mamba2Config, PreTrainedModel, StaticCache
 
 from bench.gpu.env import Row
-from bench.gpu.models import in_words, prompts, watch
+from bench.gpu.models import in_words, prompts, timed_plan, watch
 from bench.gpu.runner import Options
 from surgery.evaluate.efficiency import spread_of
 from surgery.hybrid.modeling_hybrid import SplicedAttention
-from surgery.models.cache import expand_cache
-from surgery.models.lookup import family_of, geometry_of
+from surgery.models.cache import branched
 from surgery.splice.graft import splice_model
-from surgery.types import Graft, Plan
 
 WARM_UP, FEWEST, LONGEST = 2, 3, 10.0  # runs, repeats, seconds of one timing
 CAPTURE = 3  # steps before a graph is recorded
@@ -130,10 +128,7 @@ def pair(name: str, options: Options) -> dict[str, PreTrainedModel]:
     torch.manual_seed(0)
     with torch.device(options.device):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    sites = family_of(config).sites(config)
-    chosen = [sites[len(sites) // 2], sites[3 * len(sites) // 4]]
-    grafts = tuple(Graft(site, (1,), "add", "ssm", ("segment_end",)) for site in chosen)
-    hybrid = splice_model(base, Plan(name, geometry_of(config), grafts, 0))
+    hybrid = splice_model(base, timed_plan(name, config))
     for key, parameter in base.named_parameters():  # as hybrids keep them
         if key.rsplit(".", 1)[-1] in hybrid._keep_in_fp32_modules_strict:
             parameter.data = parameter.data.float()
@@ -218,14 +213,16 @@ def _decode(
     """Greedy tokens after a prompt that every row shares."""
     ids = prompts(models["base"], 1, tokens)
     longest = tokens + shape.steps * (WARM_UP + options.repeats) + CAPTURE + 1
-    functions = {}
-    for name, model in models.items():
+
+    def built(model: PreTrainedModel) -> Callable[[], object]:
         cache = StaticCache(config=model.config, max_cache_len=longest) if graph else None
-        cache = model(ids, cache_params=cache, use_cache=True, logits_to_keep=1).cache_params
-        step = _step(model, expand_cache(cache, rows), ids[:, -1:].repeat(rows, 1))
-        functions[name] = _repeated(captured(step) if graph and options.device == "cuda" else step, shape.steps)
-    samples = in_turn(functions, options)
-    samples.tokens = rows * shape.steps
+        cache = model(ids, cache=cache, use_cache=True, logits_to_keep=1).cache
+        step = _step(model, branched(cache, ids.new_zeros(rows)), ids[:, -1:].repeat(rows, 1))
+        return _repeated(captured(step) if graph and options.device == "cuda" else step, shape.steps)
+
+    peak = {name: _peak(built(model), options.device) for name, model in models.items()}  # each alone on the device
+    samples = in_turn({name: built(model) for name, model in models.items()}, options)
+    samples.peak, samples.tokens = peak, rows * shape.steps
     return samples
 
 
@@ -233,7 +230,7 @@ def _step(model: PreTrainedModel, cache: Cache, token_B1: Tensor) -> Callable[[]
     """One decoded token, written over the last one: a graph reads and writes the same memory at every replay."""
 
     def step() -> None:
-        token_B1.copy_(model(token_B1, cache_params=cache, use_cache=True).logits[:, -1:].argmax(-1))
+        token_B1.copy_(model(token_B1, cache=cache, use_cache=True).logits[:, -1:].argmax(-1))
 
     return step
 

@@ -27,7 +27,8 @@ LEGENDS = {
     "training": "a whole step of the loop; apart: largest relative difference of a loss from that of the plain run",
     "locate": "again: seconds of the same call a second time, when all kernels are compiled",
     "correctness": "relative to the CPU in fp32 with the same weights; x cpu: over the CPU's own error in bf16",
-    "attention": "relative to eager in fp32; x eager: over eager's own error in this dtype",
+    "attention": "relative to eager in fp32; x eager: over eager's own error in this dtype; after the prompt, "
+    "decode is one code for eager and all sdpa",
 }
 Sections = dict[str, list[Row]]
 

@@ -33,17 +33,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.gpu.env import Row
-from bench.gpu.models import in_words, watch
+from bench.gpu.models import in_words, timed_plan, watch
 from bench.gpu.runner import ROOT, Options, note
 from surgery.models.loading import load_config
-from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Base, Train
 from surgery.splice.graft import splice_model
 from surgery.train.packing import packing_fault
 from surgery.train.training import make_accelerator, train_model
-from surgery.types import Graft, Plan
+from surgery.types import Plan
 from tests.support.pico import pico_config, pico_tokenizer
 
 SHAPES, TOY = ("mamba2-130m",), ("toy",)
@@ -123,10 +122,7 @@ def _packing(name: str, packed: Run, padded: Run, options: Options) -> list[Row]
 def trained(name: str, task: str, arm: str, options: Options) -> Run:
     """A training of one arm, here."""
     base = _base(name, options)
-    sites = family_of(base.config).sites(base.config)
-    chosen = [sites[len(sites) // 2], sites[3 * len(sites) // 4]]
-    grafts = tuple(Graft(site, (1,), "add", "ssm", ("segment_end",)) for site in chosen)
-    plan = Plan(name, geometry_of(base.config), grafts, 0) if arm == "hybrid" else None
+    plan = timed_plan(name, base.config) if arm == "hybrid" else None
     model = base if plan is None else splice_model(base, plan)
     del base
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -264,9 +262,10 @@ def main(given: list[str] | None = None) -> int:
 
 
 def _facts() -> dict[str, Any]:
-    packages = {name: version(name) for name in ("torch", "transformers", "safetensors", "accelerate")}
+    from surgery.run.evaluate_stage import versions
+
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return {"date": date, "versions": {"python": platform.python_version(), **packages}}
+    return {"date": date, "versions": versions()}
 
 
 if __name__ == "__main__":

@@ -25,14 +25,13 @@ from bench.studies.site_selection.arms import (
     main_arms,
     site_arm,
 )
-from bench.studies.site_selection.models import LinearAttention, add_lora, hidden_rows, linear_rows, make_linear
+from bench.studies.site_selection.models import LinearAttention, hidden_rows, linear_rows, make_linear
 from bench.studies.site_selection.statistics import Results, correlation, paired, sites
 from bench.studies.site_selection.tables import ENOUGH, fill, tables, tables_on
 from bench.studies.site_selection.train import prepared, run_arm
 from surgery.errors import RunError
 from surgery.files.atomic import read_json, write_json
 from surgery.hybrid.modeling_hybrid import SplicedAttention, SplicePass
-from surgery.train.optimizer import mark_trainable, spliced_parameters
 from surgery.types import HeadId
 from tests.support.pico import pico_base, pico_hybrid, pico_site, prompts, tokens
 
@@ -56,7 +55,7 @@ def made_up_choices(sharpen: str = "L0H1", ablation: str = "L1H3") -> Choices:
 
 
 class Small(study.Experiment):
-    """Two arms of three steps, without locating."""
+    """Two arms of three steps, one of them with LoRA, without locating."""
 
     def choices(self, base: str, seed: int) -> Choices:
         path = self.folder / "choices" / f"{base}_seed{seed}.json"
@@ -65,7 +64,7 @@ class Small(study.Experiment):
 
     def arms(self, only: str | None = None) -> Iterator[Arm]:
         yield Arm(SHIPPED, "no-splice", 0)
-        yield site_arm(self.choices(SHIPPED, 0), SHIPPED, 0, "site-L0H1", ["L0H1"])
+        yield site_arm(self.choices(SHIPPED, 0), SHIPPED, 0, "site-L0H1", ["L0H1"], trains="lora")
 
 
 def answers(right: str) -> dict[str, Any]:
@@ -144,23 +143,6 @@ class TestHiddenRows:
         moved = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
         assert {"backbone.layers.1.mixer.A_log", "backbone.layers.1.mixer.in_proj.weight"} <= moved
         assert not any(".layers.2." in name for name in moved)
-
-
-class TestLora:
-    def test_changes_nothing_at_first_and_trains_nothing_else(self) -> None:
-        hybrid = pico_hybrid([pico_site(1, [2])])
-        ids = tokens()
-        before = hybrid(ids, use_cache=False).logits
-        own = sum(p.numel() for p in spliced_parameters(hybrid))
-        add_lora(hybrid, rank=2)
-        assert torch.equal(before, hybrid(ids, use_cache=False).logits)
-        chosen = {id(p) for p in mark_trainable(hybrid, TOY.train(attention=True, new_heads=True))}
-        names = {name for name, p in hybrid.named_parameters() if id(p) in chosen}
-        assert all(".attention." in name or "lora_" in name for name in names)
-        layers, D = hybrid.config.num_hidden_layers, hybrid.config.hidden_size
-        inner = 2 * D
-        widths = (D + hybrid.backbone.layers[0].mixer.in_proj.out_features) + (inner + D)
-        assert sum(p.numel() for p in hybrid.parameters() if p.requires_grad) == own + 2 * layers * widths
 
 
 @pytest.mark.parametrize("kind", ["none", "softmax", "linear", "hidden"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.studies.formats.study import ALL, ARMS, FORMATS, ROWS, recipe_of, table
+from bench.studies.formats import ALL, ARMS, FORMATS, ROWS, recipe_of, table
 
 
 @pytest.mark.parametrize("arm", ARMS)

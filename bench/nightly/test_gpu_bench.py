@@ -16,7 +16,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from bench.gpu import build, command, env, runner, sources, training
+from bench.gpu import build, command, env, families, runner, sources, training
 from bench.gpu.store import Store
 from tests.support.kernels import with_kernels
 
@@ -212,6 +212,7 @@ class TestTraining:
                 if leaks:
                     with_kernels(patch, reset_convolution=False)
                 found[leaks] = training.run("toy | packing", options)
+                assert families.behaviour("mamba2", options, {})["ok"] is not leaks
         training.trained.cache_clear()
         for padded, packed, _ in found.values():
             assert padded["ok"] and packed["ok"] and packed["apart"] < 1e-3

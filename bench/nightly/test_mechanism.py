@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.studies.mechanism.study import head_sets, removals, tables
+from bench.studies.mechanism import head_sets, removals, tables
 from surgery.locate.batches import PromptBatches
 from surgery.locate.locating import locate_heads
 from surgery.recipe import Locate, Splice

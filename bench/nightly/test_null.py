@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench.studies.null.study import allowed, calls, shuffled_labels
-from bench.studies.stability.study import Effects, agreement, halves, measure, probe_seeds
+from bench.studies.null import allowed, calls, shuffled_labels
+from bench.studies.stability import Effects, agreement, halves, measure, probe_seeds
 from surgery.locate import scores
 from surgery.types import HeadId
 from tests.support.planted import answers, plant, planted_tokenizer

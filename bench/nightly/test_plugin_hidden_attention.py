@@ -14,7 +14,6 @@ from bench.plugins.hidden_attention import (
     aggregate_score,
     entropy,
     gather_score,
-    head_matrices,
     segment_spans,
     sharpness,
     structural_scores,
@@ -27,9 +26,8 @@ from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.types import HeadId, MixerSpec
-from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer, prompts
+from tests.support.pico import pico_base, pico_family, pico_hybrid, pico_site, pico_tokenizer
 
-LENGTH = 11
 SPLICE = [pico_site(0, [3, 1]), pico_site(2, [2])]
 
 
@@ -37,11 +35,6 @@ SPLICE = [pico_site(0, [3, 1]), pico_site(2, [2])]
 def built() -> None:
     """The tokenizer is made once, in no test's time."""
     pico_tokenizer()
-
-
-def level(count: int = 2, length: int = LENGTH) -> EncodedBatch:
-    """Prompts of one length, without padding."""
-    return prompts((length,) * count)
 
 
 def mixers(model: Any, ssm: bool | None = None) -> list[MixerSpec]:
@@ -75,23 +68,22 @@ def naive_shares(model: Any, spec: MixerSpec, streams: Streams, head: int) -> Te
 class TestBranch:
     spliced = (HeadId(0, 3), HeadId(0, 1), HeadId(2, 2))
 
-    def test_rows_are_the_splices_own(self) -> None:
-        model, batch = pico_hybrid(SPLICE), level()
-        found = head_matrices(model, batch, self.spliced, branch=True)
-        for query in (0, 4, LENGTH - 1):
-            with torch.no_grad():
-                asked = model(batch.input_ids, use_cache=False, splice_queries=torch.full((2, 1), query))
-            rows = {head: asked.splice_attentions[head.layer // 2] for head in self.spliced}
-            for head, place in zip(self.spliced, (0, 1, 0), strict=True):
-                np.testing.assert_allclose(found[head][:, query], rows[head][:, place, 0].numpy(), atol=1e-6)
+    def test_scores_are_those_of_the_splices_own_rows(self) -> None:
+        model, tokenizer, (document,) = pico_hybrid(SPLICE, vocab_size=1024), pico_tokenizer(), documents(1)
+        found = structural_scores(model, tokenizer, [document], mixers(model), branch=True)
+        ids = encode([document], tokenizer, until_answer=True).input_ids
+        segments, gold = segment_spans(document, tokenizer), document.questions[0].gold
+        with torch.no_grad():
+            asked = model(ids, use_cache=False, splice_queries=torch.full((1, 1), ids.shape[1] - 1)).splice_attentions
+        for head, place in zip(self.spliced, (0, 1, 0), strict=True):
+            row = asked[head.layer // 2][0, place, 0].double().numpy()
+            for column, value in (("entropy", entropy(row)), ("aggregate_score", aggregate_score(row, segments, gold))):
+                assert found[head][column] == pytest.approx(float(value), abs=1e-5), column
 
-    def test_what_is_not_spliced_is_refused(self) -> None:
-        with pytest.raises(PlanError, match=r"L0H2.*L0H3, L0H1"):
-            head_matrices(pico_hybrid(SPLICE), level(), [HeadId(0, 2)], branch=True)
-        with pytest.raises(PlanError, match=r"L1H0.*none"):
-            head_matrices(pico_hybrid(SPLICE), level(), [HeadId(1, 0)], branch=True)
+    def test_a_model_without_a_splice_is_refused(self) -> None:
+        model = pico_base(vocab_size=1024)
         with pytest.raises(PlanError, match="no spliced heads"):
-            head_matrices(pico_base(), level(), [HeadId(1, 0)], branch=True)
+            structural_scores(model, pico_tokenizer(), documents(1), mixers(model), branch=True)
 
 
 def documents(count: int = 3) -> list[Document]:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.speed import query as bench
+from surgery.locate import ablation_sweep
 
 
-def test_both_ways_are_measured_and_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_ways_are_measured_and_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares, read = [], ablation_sweep.from_shared_states
+
+    def noted(model: Any, reads: Any, *given: Any) -> Any:
+        shares.append(bool(reads))
+        return read(model, reads, *given)
+
+    monkeypatch.setattr(ablation_sweep, "from_shared_states", noted)
     out = tmp_path / "query.json"
     assert bench.main(["--quick", "--out", str(out)]) == 0
+    assert [way for way, _ in groupby(shares)] == [True, False, True, False]
     rows = json.loads(out.read_text())
     assert [row["layer"] for row in rows] == [0, 1]
     for row in rows:

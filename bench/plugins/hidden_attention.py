@@ -31,7 +31,6 @@ from surgery.errors import PlanError, ProbeError
 from surgery.hybrid.configuration_hybrid import is_whole, splice_sites
 from surgery.locate.hidden_attention import Shares, normalised, numpy_of, observe_patterns
 from surgery.locate.methods import Column, LocateBatch, register_method
-from surgery.models.lookup import family_of
 from surgery.probes.documents import Document
 from surgery.probes.kv_retrieval import HEADER
 from surgery.types import HeadId, MixerSpec
@@ -57,12 +56,7 @@ class BranchRows:
     weights: dict[str, tuple[list[int], Tensor]]
 
     def shares(self, spec: MixerSpec, heads: Sequence[int], constant: bool = False) -> Tensor:
-        spliced, weights_BHTT = self.weights.get(spec.name, ([], torch.empty(0)))
-        for head in heads:
-            if head not in spliced:
-                present = ", ".join(f"{spec.name}{other}" for other in spliced) or "none"
-                hint = f"It is not spliced. Spliced heads of this layer: {present}."
-                raise PlanError("head", f"{spec.name}{head}", hint)
+        spliced, weights_BHTT = self.weights[spec.name]
         weights_BHTT = weights_BHTT[:, [spliced.index(head) for head in heads]]
         return normalised(torch.ones_like(weights_BHTT).tril()) if constant else weights_BHTT
 
@@ -72,13 +66,10 @@ def observe(model: PreTrainedModel, batch: EncodedBatch, specs: Sequence[MixerSp
     """Run prompts of one length. With `branch`, observe the spliced heads of a hybrid instead of its mixers.
 
     Raises:
-        ProbeError: there is padding.
         PlanError: no mixers, or nothing is spliced.
     """
     if not specs:
         raise PlanError("heads", "none", "Pass at least one head.")
-    if not bool(batch.attention_mask.all()):
-        raise ProbeError("batch", "padded", "Hidden attention needs prompts of one length. Encode them one by one.")
     if not branch:
         return observe_patterns(model, batch, specs)
     sites = splice_sites(getattr(model.config, "splice", None))
@@ -94,38 +85,6 @@ def observe(model: PreTrainedModel, batch: EncodedBatch, specs: Sequence[MixerSp
         heads = list(range(weights_BHTT.shape[1])) if whole else list(sites[layer]["heads"])
         weights[f"L{layer}{'A' if whole else 'H'}"] = (heads, weights_BHTT)
     return BranchRows(weights)
-
-
-def head_matrices(
-    model: PreTrainedModel, batch: EncodedBatch, heads: Sequence[HeadId], branch: bool = False
-) -> dict[HeadId, Shares]:
-    """Compute the attention matrix of each head.
-
-    Args:
-        model: in eval mode.
-        batch: prompts of one length, without padding.
-        branch: use the attention that was spliced in at these heads, instead of the SSM heads themselves.
-
-    Returns:
-        By head, (B,T,T) shares: row t is what token t reads. Rows sum to 1 and end at the diagonal. A row in which
-        every contribution is exactly zero stays zero.
-
-    Raises:
-        ProbeError: there is padding.
-        PlanError: the model has no such head, or with `branch` nothing is spliced there.
-    """
-    specs = {spec.name: spec for spec in family_of(model.config).mixers(model.config)}
-    for head in heads:
-        if head.mixer not in specs or head.head >= specs[head.mixer].num_heads:
-            raise PlanError("head", str(head), "The model has no such head. `surgery inspect` lists the heads.")
-    mixers = [spec for spec in specs.values() if any(h.mixer == spec.name for h in heads)]
-    rows = observe(model, batch, mixers, branch)
-    matrices: dict[HeadId, Shares] = {}
-    for spec in mixers:
-        of_mixer = [h for h in heads if h.mixer == spec.name]
-        shares_BHTT = rows.shares(spec, [h.head for h in of_mixer])
-        matrices.update({head: numpy_of(shares_BHTT[:, i]) for i, head in enumerate(of_mixer)})
-    return matrices
 
 
 def segment_spans(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[Span, ...]:

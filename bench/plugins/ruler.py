@@ -1,6 +1,6 @@
 """Two more tasks of RULER (Hsieh et al., arXiv 2404.06654), with a length in tokens. Needles are in `needle`.
 
-    PYTHONPATH=. surgery run quickstart plugins=[bench.plugins.ruler] \\
+    PYTHONPATH=. surgery run quickstart plugins=[bench.plugins.ruler] evaluate.generate=[] \\
         'evaluate.tasks=[{task: variable_tracking, tokens: [512]}, {task: common_words, tokens: [512]}]'
 
 `variable_tracking` follows assignments. Its answer lists every variable of one chain, in the order of the text:

@@ -1,4 +1,4 @@
-"""Scale each head's contribution by a differentiable factor (for attribution, and for gates of spliced heads).
+"""Scale each head's contribution by a differentiable factor, for attribution.
 
 `out_proj` is linear, so a factor on a head's block of its input scales the head's contribution. The derivative with
 respect to the factor is the sum of `u * d/du` over the block's channels and the tokens.
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.models.hooks import ActivationCache, hooked
-from surgery.models.lookup import family_of, mixer_of, structure_of
+from surgery.models.lookup import mixer_of, structure_of
 from surgery.types import MixerSpec
 
 
@@ -56,24 +56,3 @@ def scaled_output(model: PreTrainedModel, spec: MixerSpec, activations: Activati
     weight_DI = structure_of(spec).out_proj(mixer_of(model, spec)).weight
     u_BTI, output_BTD = activations.heads[spec.name], activations.output[spec.name]
     return output_BTD + (scale_heads(u_BTI, factor_BH - 1) @ weight_DI.T).to(output_BTD.dtype)
-
-
-@contextmanager
-def gated(model: PreTrainedModel, gates: Mapping[int, Tensor]) -> Iterator[None]:
-    """Multiply the outputs of spliced heads in the forward passes inside the context. SSM heads do not change.
-
-    Args:
-        model: a hybrid with single spliced heads.
-        gates: by layer, (B,H) or (1,H) in the order of the heads in the layer's entry of `config.splice`, in float32
-            or wider. A gate of 0 gives the model without the head, a gate of 1 changes nothing.
-
-    Raises:
-        ModelError: a branch was not called.
-    """
-    specs = family_of(model.config).mixers(model.config)
-    with hooked(model, specs) as hooks:
-        for spec in specs:
-            if spec.is_ssm and spec.layer in gates:
-                o_proj = mixer_of(model, spec).attention.o_proj
-                hooks.before(spec.layer, f"{spec.name} gates", o_proj, partial(_scale_input, gates[spec.layer]))
-        yield

@@ -54,8 +54,7 @@ downloads. **Lost** counts tests that pass for the plain class and fail, or are 
 
 Plain Mamba models return no attention weights, so they skip the tests of attention. Their hybrids run them. For Llamba
 and mamba2attn the plain class is part of this library. `tests/unit/hybrid/test_common_properties.py` and
-`tests/integration/test_conformance.py` test generation and pipelines. With a checkout of transformers at the installed
-version, `make upstream UPSTREAM='--checkout FOLDER'` adds the two missing mixins. That has not been tested.
+`tests/integration/test_conformance.py` test generation and pipelines.
 """
 
 
@@ -201,7 +200,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Download and run the tests, print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", help="comma-separated names of tests/support/pico.py; all if not set")
-    parser.add_argument("--checkout", type=Path, help="a checkout of transformers, whose tests/ holds more than PyPI's")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one test")
     parser.add_argument("--out", type=Path, help="a folder for a JSON file and a page of all of them")
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
@@ -214,11 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from tests.support.pico import SPLICED_FAMILIES
 
-    folder = WORK / (f"{transformers.__version__}-checkout" if options.checkout else transformers.__version__)
+    folder = WORK / transformers.__version__
     package = folder / "upstream_tests"
-    if options.checkout or not package.is_dir():
-        tests = fetch(transformers.__version__, folder)
-        put_together(options.checkout / "tests" if options.checkout else tests, package)
+    if not package.is_dir():
+        put_together(fetch(transformers.__version__, folder), package)
     families = options.families.split(",") if options.families else SPLICED_FAMILIES
     found = {}
     for family in families:

@@ -41,6 +41,7 @@ class Budget(arms.Budget):
         questions: for each training document.
         kept: tasks whose first half is trained with KL to the frozen base.
         evaluate_pairs: sizes to evaluate. Arms are compared at the first.
+        gates_steps, gates_candidates, trial_steps, trial_candidates: of the published `FORMER` choosers.
     """
 
     steps: int = 250
@@ -52,6 +53,10 @@ class Budget(arms.Budget):
     filler: tuple[int, int] | None = None
     questions: int = 4
     kept: tuple[str, ...] = ("closed_book", "sentence")
+    gates_steps: int = 80
+    gates_candidates: int = 12
+    trial_steps: int = 32
+    trial_candidates: int = 8
 
     @property
     def answers(self) -> str:

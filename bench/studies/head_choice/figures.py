@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.lines import Line2D
 
 from bench.studies.head_choice.arms import COLUMNS
-from bench.studies.head_choice.choosers import CHOOSERS
+from bench.studies.head_choice.choosers import ROWS
 from bench.studies.head_choice.tables import TITLES
 from surgery.report.figures.canvas import (
     BLUE,
@@ -46,14 +46,14 @@ def regret_by_chooser(
         return []
     bases = [base for base in labels if any(place[0] == base for place in regrets)]
     colours = {base: _COLOURS[i % len(_COLOURS)] for i, base in enumerate(bases)}
-    height = 0.42 * len(CHOOSERS)
+    height = 0.42 * len(ROWS)
     figure = new_figure(7.4, height + 1.9)
     note = f"One mark for each base and number of heads ({len(regrets)} of {len(labels) * len(COLUMNS)} are measured); "
     note += "line: 95% interval over prompts.\nDotted: at most 2 points on four of five bases, 5 on any."
     add_heading(figure, "Regret: accuracy behind the best tried set of as many heads", note)
     axes = add_axes(figure, 1.9, 0.85, 3.9, height)
     rows = []
-    for row, (name, chooser) in enumerate(CHOOSERS.items()):
+    for row, (name, chooser) in enumerate(ROWS.items()):
         for index, ((base, column), found) in enumerate(regrets.items()):
             interval = found[name]
             y = row + 0.3 * ((index + 0.5) / len(regrets) - 0.5) * 2
@@ -63,8 +63,8 @@ def regret_by_chooser(
     for goal in GOALS:
         axes.axvline(goal, color=MUTED, linewidth=0.9, linestyle=":")
     axes.axvline(0, color=FAINT, linewidth=0.8, zorder=0)
-    axes.set_yticks(range(len(CHOOSERS)), [chooser.label for chooser in CHOOSERS.values()])
-    axes.set_ylim(len(CHOOSERS) - 0.5, -0.5)
+    axes.set_yticks(range(len(ROWS)), [chooser.label for chooser in ROWS.values()])
+    axes.set_ylim(len(ROWS) - 0.5, -0.5)
     axes.set_xlabel("regret (points of accuracy)")
     axes.tick_params(axis="y", length=0)
     kinds = [Line2D([], [], color=colours[base], marker="o", linestyle="", markersize=4, label=base) for base in bases]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.studies.head_choice.arms import COLUMNS, Choices, heads_chosen, in_order
-from bench.studies.head_choice.choosers import CHOOSERS
+from bench.studies.head_choice.choosers import CHOOSERS, ROWS
 from surgery.stats import bootstrap_mean
 from surgery.types import Interval
 
@@ -49,12 +49,13 @@ class Results:
     def chosen(self, base: str, seed: int, column: str) -> dict[str, Heads | None]:
         """Chooser -> its heads; None if it was not measured."""
         choices = self.choices[base, seed]
-        return {name: heads_chosen(choices, name, column) for name in CHOOSERS}
+        names = [name for name in ROWS if name in CHOOSERS or name in choices["choosers"]]
+        return {name: heads_chosen(choices, name, column) for name in names}
 
     def finished(self, base: str, seed: int, column: str) -> tuple[int, int]:
         """Number of choosers whose arm is finished, and of all choosers."""
-        trained = self.answers.get((base, seed), {})
-        return sum(heads in trained for heads in self.chosen(base, seed, column).values()), len(CHOOSERS)
+        trained, chosen = self.answers.get((base, seed), {}), self.chosen(base, seed, column)
+        return sum(heads in trained for heads in chosen.values()), len(chosen)
 
     def complete_seeds(self, base: str, column: str) -> list[int]:
         """Seeds for which the arms of all choosers are finished. Only these have a regret."""
@@ -71,7 +72,7 @@ def accuracy(results: Results, base: str, chooser: str, column: str) -> Interval
     """Mean accuracy of a chooser's finished arms over seeds, by the bootstrap over prompts. None without an arm."""
     answers = []
     for seed in results.seeds(base):
-        heads = results.chosen(base, seed, column)[chooser]
+        heads = results.chosen(base, seed, column).get(chooser)
         if heads is not None and heads in results.answers.get((base, seed), {}):
             answers.append(results.answers[base, seed][heads])
     return mean_over_seeds(answers)
@@ -94,7 +95,7 @@ def regrets(results: Results, base: str, column: str) -> dict[str, Interval]:
     Returns:
         Chooser -> regret; `n` is the number of seeds. Empty if no seed is complete.
     """
-    losses: dict[str, list[Answers]] = {name: [] for name in CHOOSERS}
+    losses: dict[str, list[Answers]] = {name: [] for name in ROWS}
     for seed in results.complete_seeds(base, column):
         for name, heads in results.chosen(base, seed, column).items():
             assert heads is not None, "a complete seed has all choices"
@@ -144,7 +145,7 @@ def worst_cases(results: Results, bases: Sequence[str], columns: Sequence[str] =
     """The largest regret of every chooser over these bases and columns. Empty if nothing is complete."""
     measured = dict(_measured(results, bases, columns))
     worst = {}
-    for name in CHOOSERS if measured else ():
+    for name in ROWS if measured else ():
         base, column = max(measured, key=lambda place: measured[place][name].value)
         wanted = len(bases) * len(columns)
         worst[name] = Worst(measured[base, column][name], base, column, len(measured), wanted)

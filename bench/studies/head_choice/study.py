@@ -107,7 +107,7 @@ class Experiment(ArmExperiment):
     def choices_key(self, base: str, seed: int, revision: str) -> str:
         """Hash of everything that choices depend on. Training and evaluation are no part of it."""
         budget = asdict(self.budget_of(base))
-        names = ("filler", *(name for name in budget if name.startswith("locate_")))
+        names = ("filler", *(name for name in budget if name.startswith(("locate_", "gates_", "trial_"))))
         return fingerprint([VERSION, revision, seed, {name: budget[name] for name in names}])
 
     def available(self, only: str | None = None) -> list[str]:
@@ -223,6 +223,8 @@ def settings_of(experiment: Experiment, done: Sequence[Mapping[str, Any]]) -> di
         f"{budget.keep_rows} of each kept task (KL to the base)",
         "evaluation prompts": ", ".join([str(budget.examples), *(f"{n} for `{base}`" for base, n in fewer.items())]),
         "locating prompts for each seed": str(budget.locate_examples),
+        "`gates`": f"{budget.gates_steps} steps, {budget.gates_candidates} candidates",
+        "`trial`": f"{budget.trial_steps} steps in the first round, {budget.trial_candidates} candidates",
         "CPU time of the arms, one thread": f"{minutes:.0f} minutes",
         "versions": "; ".join(sorted(versions)) or "none",
     }

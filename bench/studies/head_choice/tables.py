@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from bench.common import markdown_table
 from bench.studies.head_choice.arms import COLUMNS, DEFAULT_BRANCH, DEFAULT_CHOOSER, DESIGNS, LAYER, PLAIN, WIDE
-from bench.studies.head_choice.choosers import CHOOSERS
+from bench.studies.head_choice.choosers import ROWS
 from bench.studies.head_choice.regret import (
     Results,
     accuracy,
@@ -65,7 +65,7 @@ def _default_branch(results: Results, labels: Mapping[str, str]) -> str:
     wide, columns = results.of_design(DEFAULT_BRANCH), WIDE.values()
     places = [(base, c) for base in labels for c in columns if results.seeds(base) and wide.complete_seeds(base, c)]
     rows = []
-    for name, chooser in CHOOSERS.items():
+    for name, chooser in ROWS.items():
         cells = []
         for base, column in places:
             for of_design in (results, wide):
@@ -96,7 +96,7 @@ def _of_base(results: Results, base: str) -> str:
 def _choices(results: Results, base: str) -> str:
     shown = [column for column in COLUMNS if column != "8"]
     rows = []
-    for name, chooser in CHOOSERS.items():
+    for name, chooser in ROWS.items():
         by_seed = [results.choices[base, seed]["choosers"].get(name) for seed in results.seeds(base)]
         measured = [choice for choice in by_seed if choice is not None]
         seconds = " / ".join(f"{choice['cpu_seconds']:.0f}" for choice in measured) or MISSING
@@ -105,8 +105,9 @@ def _choices(results: Results, base: str) -> str:
             chosen = (choice["heads"].get(column, []) for choice in measured)
             names = (_layer_name(heads) if column == LAYER else " ".join(heads) for heads in chosen)
             cells.append(" / ".join(dict.fromkeys(names)) or MISSING)
-        rows.append([chooser.label, *cells, seconds])
-    return markdown_table(["chooser", *(TITLES[c] for c in shown), "CPU seconds"], rows)
+        steps = " / ".join(dict.fromkeys(f"{choice.get('steps', 0):.0f}" for choice in measured)) or MISSING
+        rows.append([chooser.label, *cells, seconds, steps])
+    return markdown_table(["chooser", *(TITLES[c] for c in shown), "CPU seconds", "training steps"], rows)
 
 
 def _layer_name(heads: list[str]) -> str:
@@ -117,7 +118,7 @@ def _accuracies(results: Results, base: str) -> str:
     control = [results.answers.get((base, seed), {}).get(()) for seed in results.seeds(base)]
     without = _accuracy_cell(mean_over_seeds([x for x in control if x is not None]))
     rows = [["no splice", *[without] * len(COLUMNS)]]
-    for name, chooser in CHOOSERS.items():
+    for name, chooser in ROWS.items():
         rows.append([chooser.label, *(_accuracy_cell(accuracy(results, base, name, c)) for c in COLUMNS)])
     best = [best_accuracy(results, base, column) for column in COLUMNS]
     rows.append(["best tried set", *(MISSING if found is None else f"{found[0]:.3f}" for found in best)])
@@ -134,7 +135,7 @@ def _regrets(results: Results, base: str) -> str:
     found = {column: regrets(results, base, column) for column in COLUMNS}
     worst = worst_cases(results, [base])
     rows = []
-    for name, chooser in CHOOSERS.items():
+    for name, chooser in ROWS.items():
         cells = [_regret_cell(found[column].get(name)) for column in COLUMNS]
         largest = f"{worst[name].regret.value:.1f}" if name in worst else MISSING
         rows.append([chooser.label, *cells, largest])
@@ -162,7 +163,7 @@ def _worst(results: Results, bases: list[str]) -> str:
     by_column = {column: worst_cases(results, bases, [column]) for column in COLUMNS}
     whole = worst_cases(results, bases)
     rows = []
-    for name, chooser in CHOOSERS.items():
+    for name, chooser in ROWS.items():
         cells = [f"{by_column[c][name].regret.value:.1f}" if name in by_column[c] else MISSING for c in COLUMNS]
         if name not in whole:
             rows.append([chooser.label, *cells, MISSING, ""])

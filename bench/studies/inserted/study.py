@@ -15,7 +15,7 @@ import copy
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ from surgery.types import HeadId, HeadSet, ScoredHead
 
 PAGE = ROOT / "paper" / "INSERTED.md"
 PUBLISHED = ROOT / "paper" / "evidence" / "inserted"
+VERSION = 1  # raised when an arm's result changes for the same definition
 PROMPTS_SEED = 0
 STEPS = 250
 
@@ -196,11 +197,9 @@ class Arm:
     @property
     def key(self) -> str:
         """Hash of everything that the result depends on."""
-        parts = [part for part in (self.splice, self.train, self.evaluate) if part is not None]
-        sections = [part.model_dump(mode="json") for part in parts]
-        return fingerprint(
-            [asdict(self), PROMPTS_SEED, sections, revision_of(Base(model=str(BASES[self.base].folder)))]
-        )
+        base = BASES[self.base]
+        definition = [asdict(replace(DESIGNS[self.design], bases=())), asdict(PLACES[self.base]), base.options]
+        return fingerprint([VERSION, asdict(self), definition, PROMPTS_SEED, revision_of(Base(model=str(base.folder)))])
 
 
 def arms(only: str | None = None, designs: Sequence[str] = tuple(DESIGNS)) -> Iterator[Arm]:

@@ -33,7 +33,7 @@ class Arm:
         init: of the branch. With `form: head`, `ssm` copies the SSM head and `random` has random projections.
         heads: names of the spliced heads; the inserted forms go before the layer of the first.
         trains: as `train.trainable`.
-        after: name of the arm with whose weights it begins.
+        after: name of the arm with whose weights it begins, that of the seed before.
         reads: as `train.read_steps`.
         mixture: `hard` has prompts that the base fails, `dense` the same with more questions each, `answered` prompts
             that it answers, `told twice` the dense ones and dictionaries that are listed twice, `digits` short prompts
@@ -60,7 +60,7 @@ class Arm:
 
     def identity(self, *others: str) -> str:
         """Hash of all that the result depends on; `others` identify base and prompts."""
-        return fingerprint([VERSION, asdict(self), self.train(None).model_dump(mode="json"), *others])
+        return fingerprint([VERSION, asdict(self), MIXTURES[self.mixture], KEPT, *others])
 
     @property
     def splice(self) -> Splice:

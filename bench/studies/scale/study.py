@@ -81,7 +81,7 @@ class Experiment:
         began = time.process_time()
         model, plan = built(arm, base, self.heads)
         if arm.after:
-            load_weights(model, self.weights(replace(arm, name=arm.after, seed=0)))
+            load_weights(model, self.weights(replace(arm, name=arm.after, seed=arm.seed - 1)))
         texts = self.base / "train_text_sample.jsonl"
         history = train_model(
             model,
@@ -176,15 +176,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--contexts", type=int, default=16, help="contexts of each kind of prompt")
     options.add_argument("--questions", type=int, default=16, help="questions about a context")
     options.add_argument("--only", nargs="*", help="names of arms")
-    options.add_argument("--seed", type=int, help="seed of all arms, instead of their own")
+    options.add_argument("--seed", type=int, default=0, help="added to the seed of every arm")
     options.add_argument("--list", action="store_true", help="print the names of the arms")
     options.add_argument("--table", action="store_true", help="print the table of all results")
     args = options.parse_args(arguments)
     quiet_on_one_thread()
     heads = head_set_from_json(read_json(args.heads))
-    arms = [arm for arm in first_round(heads, args.steps) if args.only is None or arm.name in args.only]
-    if args.seed is not None:
-        arms = [replace(arm, seed=args.seed) for arm in arms]
+    arms = [replace(arm, seed=arm.seed + args.seed) for arm in first_round(heads, args.steps)]
+    arms = [arm for arm in arms if args.only is None or arm.name in args.only]
     if args.list:
         print("\n".join(arm.name for arm in arms))
     elif args.table:

@@ -47,7 +47,7 @@ class Budget:
     locate_pairs: int = 24
     locate_examples: int = 128
 
-    def train(self, attention: bool, new_heads: bool) -> Train:
+    def train(self, attention: bool, trains: Trains = "all") -> Train:
         """Make the library's training section. `attention` enables its own supervision of spliced heads."""
         weights = Weights(answer=1.0, attention=1.0 if attention else 0.0)
         kept = Weights(base_kl=1.0)
@@ -57,9 +57,8 @@ class Budget:
             Source(task="sentence", split=0, rows=self.keep_rows, weights=kept),
         )
         optimizer = Optimizer(lr=self.lr, new_heads_lr=self.new_heads_lr, warmup=self.warmup)
-        return Train(
-            steps=self.steps, trainable="new_heads" if new_heads else "all", sources=sources, optimizer=optimizer
-        )
+        lora = {"rank": self.lora_rank, "alpha": 2 * self.lora_rank}  # at `new_heads_lr`
+        return Train(steps=self.steps, trainable=trains, lora=lora, sources=sources, optimizer=optimizer)
 
     @property
     def evaluate(self) -> Evaluate:

@@ -1,4 +1,4 @@
-"""Models of arms that the library does not build (linear attention, LoRA), and the rows that supervision reads.
+"""Models of arms that the library does not build (linear attention), and the rows that supervision reads.
 
 Shape legend: B documents, T tokens, R reads (one for each answer token), H heads, P head width.
 """
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -106,17 +105,3 @@ def _at_queries(weights_BHTT: Tensor, batch: EncodedBatch) -> Tensor:
     """(B,H,R,T) rows at the reads. Padded reads take row 0, which the loss ignores."""
     index = batch.read_query.clamp(min=0)[:, None, :, None].expand(-1, weights_BHTT.shape[1], -1, weights_BHTT.shape[3])
     return weights_BHTT.gather(2, index)
-
-
-def add_lora(hybrid: PreTrainedModel, rank: int) -> PreTrainedModel:
-    """LoRA on `in_proj` and `out_proj` of every mixer. The adapters join a branch, so that they train as new weights.
-
-    PEFT refuses Mamba's `out_proj` by the model type, since the fused kernel reads that weight itself; a hybrid's type
-    is not on that list, and without kernels the adapter is called.
-    """
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["in_proj", "out_proj"])
-    inject_adapter_in_model(config, hybrid)
-    adapters = [m for name, m in hybrid.named_modules() if name.endswith(("lora_A", "lora_B"))]
-    branch = next(m for m in hybrid.modules() if isinstance(m, SplicedAttention))
-    branch.adapters = nn.ModuleList(adapters)
-    return hybrid

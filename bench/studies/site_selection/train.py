@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.studies.site_selection.arms import Arm, Budget
-from bench.studies.site_selection.models import Rows, add_lora, hidden_rows, linear_rows, make_linear
+from bench.studies.site_selection.models import Rows, hidden_rows, linear_rows, make_linear
 from surgery.data.encoding import EncodedBatch
 from surgery.evaluate.evaluation import evaluate_model
 from surgery.evaluate.prompts import PromptSet
@@ -88,8 +88,6 @@ def prepared(arm: Arm, base: PreTrainedModel, budget: Budget) -> Iterator[tuple[
         supervised = linear_rows(branches) if arm.supervised else None
         yield model, {"rows": supervised, "reads": tuple(graft.reads for graft in plan.grafts)}
         return
-    if arm.trains == "lora":
-        add_lora(model, budget.lora_rank)
     yield model, {"grafts": plan.grafts}
 
 
@@ -102,7 +100,7 @@ def run_arm(
         Plain data: the definition, accuracies, right and wrong by prompt (one character each), losses, seconds.
     """
     began = time.perf_counter()
-    section = budget.train(arm.supervised and arm.kind == "softmax", arm.trains != "all")
+    section = budget.train(arm.supervised and arm.kind == "softmax", arm.trains)
     with prepared(arm, base, budget) as (model, supervision):
         targets = RowTargets(base=base, **supervision)
         history = StageTrainer(model, tokenizer, section, arm.seed, make_accelerator(), targets).run()

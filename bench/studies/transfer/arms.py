@@ -74,7 +74,7 @@ class Experiment:
 
     def section(self, trained: Trained, spliced: bool) -> Train:
         """Training of the site selection study. Other formats are added to KV-retrieval, or phonebooks replace it."""
-        alone = self.budget.train(attention=spliced, new_heads=False)
+        alone = self.budget.train(attention=spliced)
         if trained == "kv":
             return alone
         if trained == "phonebook":

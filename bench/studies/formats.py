@@ -11,6 +11,7 @@ folders in `--folder`: an interrupted one resumes. Results are one file for each
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,7 @@ def main() -> int:
         if options.page is not None:
             fill(options.page, {"formats": text})
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

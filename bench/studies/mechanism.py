@@ -14,6 +14,7 @@ The tables go to the marked place of the page, the numbers to `--json`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,7 @@ def main() -> int:
     if options.page is not None:
         fill(options.page, {options.base.name: text})
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

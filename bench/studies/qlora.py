@@ -14,6 +14,7 @@ It needs bitsandbytes (extra `qlora`). Each arm is one file in `--folder`:
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -60,6 +61,7 @@ from surgery.types import HeadId, HeadSet, ScoredHead, plan_from_json
 METHODS = ("lora", "qlora")
 SEEDS = (0, 1, 2)
 RATES = {"lr": 2e-3, "new_heads_lr": 6e-3, "lora_lr": 2e-3, "warmup": 20}
+VERSION = 1  # raised when an arm's result changes for the same definition, such as with the quickstart
 PROMPTS_SEED = 1
 WINDOW = 10  # steps of one point of a loss curve
 PAGE = ROOT / "paper" / "QLORA.md"
@@ -182,8 +184,7 @@ EXPERIMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def key_of(name: str) -> str:
     """Hash of everything that the result of an arm depends on."""
-    recipes = [recipe_of(method).model_dump(mode="json") for method in METHODS]
-    return fingerprint([name, recipes, PROMPTS_SEED, revision_of(Base(model=str(FAR)))])
+    return fingerprint([VERSION, name, RATES, PROMPTS_SEED, revision_of(Base(model=str(FAR)))])
 
 
 def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -282,3 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.folder == PUBLISHED:
         fill(PAGE, made)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,26 +31,25 @@ from bench.common import (
     parser,
     quiet_on_one_thread,
     save,
+    share,
+    spliced_at,
 )
 from bench.studies.experiment import in_short_chunks
 from bench.studies.site_selection.arms import Budget
 from surgery.data.encoding import encode
 from surgery.data.ranking import answer_choices
 from surgery.files.atomic import read_json
-from surgery.models.lookup import geometry_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
-from surgery.recipe import Splice, Train, Weights
+from surgery.recipe import Train, Weights
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.run.evaluate_stage import versions
-from surgery.splice.graft import splice_model
-from surgery.splice.plan import make_plan
 from surgery.stats import mcnemar
 from surgery.train.training import train_model
-from surgery.types import HeadId, HeadSet, ScoredHead
+from surgery.types import HeadId
 
 # The site reads the value itself. The teacher's retrieval head reads the end of its line, one token later.
-SITE, READS, OFFSET = "L0H1", "answer_token", -1
+SITE, OFFSET = "L0H1", -1
 PAIRS, EXAMPLES, PROMPTS_SEED = (16, 32, 64), 200, 950
 # Objectives on the documents with answers. With `gold`, training uses the position of the value.
 ARMS: dict[str, dict[str, float]] = {
@@ -69,7 +68,7 @@ STEPS, SEEDS = (100, 50), (0, 1, 2)
 
 def section(weights: dict[str, float], steps: int, teacher: Path, head: str) -> Train:
     """Training settings of the site selection study, with these objectives on the dictionaries."""
-    given = Budget(steps=steps).train(attention=True, new_heads=False).model_dump()
+    given = Budget(steps=steps).train(attention=True).model_dump()
     given["sources"][0]["weights"] = Weights.model_validate(weights).model_dump()
     if any(OBJECTIVES[name].needs_teacher for name in weights):
         given |= {
@@ -93,15 +92,6 @@ def reading_head(teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return str(HeadId(layer, head)), float(shares_LH.max())
 
 
-def hybrid_of(base: PreTrainedModel, seed: int) -> tuple[PreTrainedModel, Any]:
-    """Splice a branch at `SITE` into the base. Returns the hybrid and its plan."""
-    scored = (ScoredHead(HeadId.parse(SITE), "neither", READS, {}),)  # type: ignore[arg-type]
-    heads = HeadSet("pico-mamba2", "", geometry_of(base.config), scored, scored, "list", seed)
-    wanted = Splice(select="list", heads=(SITE,), min_width=None)
-    plan = make_plan(heads, base.config, wanted, seed)
-    return splice_model(base, plan, wanted), plan
-
-
 def scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Correct and wrong answers, as `1` and `0`, on the prompts that all arms share."""
     found = {}
@@ -117,9 +107,9 @@ def run(folder: Path, base_folder: Path, teacher_folder: Path) -> None:
     base, tokenizer = load(base_folder)
     base = in_short_chunks(base)
     teacher, _ = load(teacher_folder)
-    head, share = reading_head(teacher, tokenizer)
+    head, attended = reading_head(teacher, tokenizer)
     for name, model in (("base", base), ("teacher", teacher)):
-        save(folder / f"{name}.json", {"correct": scored(model, tokenizer), "head": head, "share": share})
+        save(folder / f"{name}.json", {"correct": scored(model, tokenizer), "head": head, "share": attended})
     for steps in STEPS:
         for seed in SEEDS:
             for name, weights in {"no splice": {"answer": 1.0}, **ARMS}.items():
@@ -127,7 +117,8 @@ def run(folder: Path, base_folder: Path, teacher_folder: Path) -> None:
                 if path.is_file():
                     continue
                 began = time.perf_counter()
-                model, plan = (copy.deepcopy(base), None) if name == "no splice" else hybrid_of(base, seed)
+                none = name == "no splice"
+                model, plan = (copy.deepcopy(base), None) if none else spliced_at(base, HeadId.parse(SITE), seed=seed)
                 train_model(model, tokenizer, section(weights, steps, teacher_folder, head), plan, base, seed)
                 seconds = round(time.perf_counter() - began, 1)
                 result = {"correct": scored(model, tokenizer), "seconds": seconds}
@@ -184,3 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\nteacher's head {teacher['head']}, {teacher['share']:.2f} of its query's attention on the gold segment")
     print(json.dumps(versions()))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

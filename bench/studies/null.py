@@ -14,6 +14,7 @@ conservative; in `redrawn`, ablating any head changes all of them. `surgery loca
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,3 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
               f"at most {allowed(args.seeds)} expected", flush=True)  # fmt: skip
     save(args.out, counts)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,6 +12,7 @@ an effect, the remaining places are noise, which more prompts do not remove.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -129,3 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {"examples": args.examples, "seeds": args.seeds, "pairs": args.pairs, "splits": SPLITS}
     save(args.out, {"settings": settings, "rows": rows})
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -53,9 +53,12 @@ def _tensors(layer: Any, shared: bool) -> Iterator[tuple[str, int | None, Tensor
 
 def cache_of(model: PreTrainedModel, tokens: int) -> tuple[list[Tensor], list[Tensor]]:
     """Run a model, possibly on the meta device, and return the states and the keys and values of its cache."""
+    training = model.training
     with torch.no_grad(), FusedAttention(), Meter():
         ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
-        return cache_tensors(model.eval()(ids, use_cache=True).cache)
+        cache = model.eval()(ids, use_cache=True).cache
+    model.train(training)
+    return cache_tensors(cache)
 
 
 def cache_tensors(cache: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -6,7 +6,6 @@ The code must equal this library's byte for byte. Modules of installed plugins a
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +42,7 @@ _IMPLEMENTATION_KEYS = {
     for kind in ("attn", "experts")
     for prefix, suffix in (("", ""), ("_", ""), ("_", "_internal"))
 }
+_COPIED = (".py", ".json", ".jinja", ".model", ".txt", ".tiktoken")  # all that transformers reads besides weights
 _BUILT_IN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
 
@@ -126,10 +126,17 @@ def _is_built_in(implementation: Any) -> bool:
 
 @contextmanager
 def private_copy(folder: Path) -> Iterator[Path]:
-    """Yield a temporary copy of a folder, with links to its weights. What is checked there does not change."""
+    """Yield a temporary copy of a folder's code, config and tokenizer, with links to its weights.
+
+    What is checked there does not change.
+    """
     with TemporaryDirectory() as scratch:
-        large = shutil.ignore_patterns("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "figures", ".*")
-        copy: Path = shutil.copytree(folder, Path(scratch, "export"), ignore=large, ignore_dangling_symlinks=True)
+        copy = Path(scratch, "export")
+        for path in folder.rglob("*"):
+            if path.suffix in _COPIED and path.is_file():
+                place = copy / path.relative_to(folder)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(path.read_bytes())
         for path in folder.glob("*.safetensors"):
             (copy / path.name).symlink_to(path.resolve())
         yield copy

@@ -47,3 +47,35 @@ register_classes(Mamba2HybridConfig, Mamba2HybridModel, Mamba2HybridForCausalLM)
 register_classes(MambaHybridConfig, MambaHybridModel, MambaHybridForCausalLM)
 register_classes(NemotronHHybridConfig, NemotronHHybridModel, NemotronHHybridForCausalLM)
 register_classes(Zamba2HybridConfig, Zamba2HybridModel, Zamba2HybridForCausalLM)
+
+__all__ = [
+    "CLASSES",
+    "BambaHybridConfig",
+    "BambaHybridForCausalLM",
+    "BambaHybridModel",
+    "FalconMambaHybridConfig",
+    "FalconMambaHybridForCausalLM",
+    "FalconMambaHybridModel",
+    "GraniteHybridConfig",
+    "GraniteHybridForCausalLM",
+    "GraniteHybridModel",
+    "LlambaConfig",
+    "LlambaForCausalLM",
+    "LlambaModel",
+    "Mamba2AttnConfig",
+    "Mamba2AttnForCausalLM",
+    "Mamba2AttnModel",
+    "Mamba2HybridConfig",
+    "Mamba2HybridForCausalLM",
+    "Mamba2HybridModel",
+    "MambaHybridConfig",
+    "MambaHybridForCausalLM",
+    "MambaHybridModel",
+    "NemotronHHybridConfig",
+    "NemotronHHybridForCausalLM",
+    "NemotronHHybridModel",
+    "Zamba2HybridConfig",
+    "Zamba2HybridForCausalLM",
+    "Zamba2HybridModel",
+    "register_classes",
+]

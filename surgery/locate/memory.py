@@ -37,7 +37,7 @@ class LocateMemory:
 
 
 def locate_memory(prompts: PromptBatches) -> LocateMemory:
-    """Estimate the memory of locating, without methods that train and without values of several tokens.
+    """Estimate the memory of locating, without values of several tokens.
 
     Args:
         prompts: the prompts, with the section of the recipe and the base, which may be on the meta device.

@@ -31,7 +31,7 @@ def branched(cache: Cache, rows: Tensor, first: int = 0, shared: Collection[int]
     branch = snapshot(cache)
     for index, layer in enumerate(branch.layers[first:], first):
         for name, place, value in _tensors(cache.layers[index], index in shared):
-            taken = value.index_select(0, rows)
+            taken = value.index_select(0, rows.to(value.device))
             setattr(layer, name, taken if place is None else {**getattr(layer, name), place: taken})
     return branch
 
@@ -54,11 +54,12 @@ def _tensors(layer: Any, shared: bool) -> Iterator[tuple[str, int | None, Tensor
 def cache_of(model: PreTrainedModel, tokens: int) -> tuple[list[Tensor], list[Tensor]]:
     """Run a model, possibly on the meta device, and return the states and the keys and values of its cache."""
     training = model.training
-    with torch.no_grad(), FusedAttention(), Meter():
-        ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
-        cache = model.eval()(ids, use_cache=True).cache
-    model.train(training)
-    return cache_tensors(cache)
+    try:
+        with torch.no_grad(), FusedAttention(), Meter():
+            ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+            return cache_tensors(model.eval()(ids, use_cache=True).cache)
+    finally:
+        model.train(training)
 
 
 def cache_tensors(cache: Any) -> tuple[list[Tensor], list[Tensor]]:

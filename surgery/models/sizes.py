@@ -55,12 +55,18 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     return model
 
 
-def sizes_of(model: PreTrainedModel) -> Sizes:
-    """Count parameters and cache bytes of a model, possibly on the meta device."""
+def parameters_of(model: PreTrainedModel) -> tuple[int, int]:
+    """Count all parameters, and those in spliced heads and inserted layers."""
     new = sum(p.numel() for module in new_modules(model).values() for p in module.parameters())
+    return sum(p.numel() for p in model.parameters()), new
+
+
+def sizes_of(model: PreTrainedModel) -> Sizes:
+    """Count parameters, and the bytes of the cache by a pass over one token; possibly on the meta device."""
+    parameters, new = parameters_of(model)
     states, per_token = (_ITEM * sum(t.numel() for t in tensors) for tensors in cache_of(model, 1))
     return Sizes(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         new_parameters=new,
         state_bytes=states,
         kv_bytes_per_token=per_token,

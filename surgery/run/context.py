@@ -18,7 +18,7 @@ from surgery.errors import RunError, reading
 from surgery.files.atomic import digest, new_folder, read_json
 from surgery.files.shipped import local_path
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
-from surgery.models.sizes import meta_model, sizes_of
+from surgery.models.sizes import meta_model, parameters_of
 from surgery.models.spliced import plan_of_hybrid
 from surgery.probes.documents import Document
 from surgery.probes.registry import prompts_of
@@ -123,7 +123,8 @@ class Run:
     @cached_property
     def base_size(self) -> int:
         """Number of weights of the base without spliced heads, from its config."""
-        return sizes_of(meta_model(self.config, self.recipe.base.trust_remote_code)).base_parameters
+        parameters, new = parameters_of(meta_model(self.config, self.recipe.base.trust_remote_code))
+        return parameters - new
 
     def base(self) -> PreTrainedModel:
         """The pretrained model, loaded once and never trained."""

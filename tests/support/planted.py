@@ -91,24 +91,16 @@ class Planted:
 
 
 @cache
-def planted_tokenizer(train: bool = False) -> PreTrainedTokenizerFast:
-    """Tokenizer with one token for each word, number and punctuation mark of the KV-retrieval prompts.
-
-    Args:
-        train: also have the keys of the training split. By default it has those of the evaluation split.
-    """
+def planted_tokenizer() -> PreTrainedTokenizerFast:
+    """Tokenizer with one token for each word, number and punctuation mark of the KV-retrieval prompts."""
     pieces = r" ?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]|\s"
     template = HEADER + "The value of the key 'x' is"
     splitter = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     words = [piece for piece, _ in splitter.pre_tokenize_str(template)]
-    entries = ["<pad>", *dict.fromkeys([*words, *_keys(train), *map(str, range(NUM_VALUES))])]
+    entries = ["<pad>", *dict.fromkeys([*words, *key_words("eval"), *map(str, range(NUM_VALUES))])]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(entries)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = splitter
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", padding_side="left")
-
-
-def _keys(train: bool) -> list[str]:
-    return [*key_words("eval"), *(key_words("train") if train else ())]
 
 
 def planted_prompts(seed: int, examples: int = 24, pairs: int = 5) -> EncodedBatch:
@@ -123,8 +115,6 @@ def plant(
     family: Family = "mamba2",
     n_groups: int = 1,
     backup: bool = False,
-    train: bool = False,
-    decoy: bool = True,
 ) -> Planted:
     """Build a model with planted heads among random ones.
 
@@ -133,9 +123,6 @@ def plant(
         family: Mamba-2 or Mamba-1.
         n_groups: groups of B and C (Mamba-2 only).
         backup: plant the Aggregate head twice, in different layers.
-        train: the model knows the keys of the training split too, for methods that train.
-        decoy: plant the decoy. Without it, `Planted.decoy` is a random head. An attention branch copies the same rows
-            of the decoy and of the Aggregate head, so no method that splices can tell them apart.
     """
     rng = rng_of("plant", seed)
     layers = sorted(rng.sample(range(LAYERS), 3 if backup else 2))
@@ -144,12 +131,12 @@ def plant(
     decoy_head = HeadId(aggregates[0].layer, places[1][1])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        vocab_size = len(planted_tokenizer(train))
+        vocab_size = len(planted_tokenizer())
         model = _mamba2(n_groups, vocab_size) if family == "mamba2" else _mamba1(vocab_size)
         _randomise(model)
-    _write_tokens(model, rng, train)
+    _write_tokens(model, rng)
     scale, answer_scale = _scales(family, n_groups)
-    planted = [*zip((gather, *aggregates), places, strict=True), *([(decoy_head, places[1])] if decoy else [])]
+    planted = [*zip((gather, *aggregates), places, strict=True), (decoy_head, places[1])]
     for head, place in planted:
         mixer = model.backbone.layers[head.layer].mixer
         if family == "mamba2":
@@ -203,14 +190,14 @@ def _randomise(model: PreTrainedModel) -> None:
             p.normal_(0, 0.1)
 
 
-def _write_tokens(model: PreTrainedModel, rng: Random, train: bool) -> None:
+def _write_tokens(model: PreTrainedModel, rng: Random) -> None:
     """Write codes, flags and noise into the embeddings. The unembedding compares the answer with the values' codes."""
-    tokenizer, table, out = planted_tokenizer(train), model.get_input_embeddings().weight, model.lm_head.weight
+    tokenizer, table, out = planted_tokenizer(), model.get_input_embeddings().weight, model.lm_head.weight
     table.zero_()
     out.zero_()
     table[:, noise_at].normal_(0, 0.5, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
     table[:, ALWAYS] = 3
-    keys, values = _keys(train), [str(v) for v in range(NUM_VALUES)]
+    keys, values = list(key_words("eval")), [str(v) for v in range(NUM_VALUES)]
     for words, at, flag in ((keys, key_at, IS_KEY), (values, value_at, IS_VALUE)):
         ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(words)))
         codes = _codes(len(words), at.stop - at.start, rng)

@@ -9,10 +9,12 @@ an installed package declares it as an entry point of the group `surgery.plugins
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoints, entry_points
 from typing import Any, Generic, TypeVar
@@ -160,7 +162,7 @@ def load_plugins(modules: Sequence[str] = ()) -> None:
     Raises:
         RecipeError: a module cannot be found or fails when it is imported.
     """
-    for point in _plugin_entry_points():
+    for point in _plugin_entry_points(tuple(map(_changed, sys.path))):
         if point.value not in _LOADED:
             _import(f"entry point {point.name}", point.value)
     for module in modules:
@@ -171,9 +173,18 @@ def load_plugins(modules: Sequence[str] = ()) -> None:
 _LOADED: set[str] = set()
 
 
-@cache
-def _plugin_entry_points() -> EntryPoints:
+@lru_cache(maxsize=1)
+def _plugin_entry_points(folders: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Search installed packages again only if `folders` changed: it reads a file of each package."""
     return entry_points(group=GROUP)
+
+
+def _changed(folder: str) -> tuple[str, int]:
+    """A folder of the import path with the time at which its entries last changed, or 0 if there is no such folder."""
+    try:
+        return folder, os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return folder, 0
 
 
 def _import(field: str, module: str) -> None:

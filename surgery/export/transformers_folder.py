@@ -1,8 +1,7 @@
 """The export formats `transformers` and `nemotron_h`: write the folder, compare it with the model, verify a copy.
 
 A hybrid with inserted layers is a checkpoint of transformers' own class, without code. Otherwise the modelling files
-are those of `surgery.hybrid`, byte for byte. Code in a folder runs only after it was found to equal
-this library's.
+are those of `surgery.hybrid`, byte for byte. Code in a folder runs only after it was found to equal this library's.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ def _tensors(layer: Any, shared: bool) -> Iterator[tuple[str, int | None, Tensor
             yield from ((name, k, v) for k, v in value.items() if isinstance(v, Tensor) and not (shared and k == 0))
 
 
-def cache_of(model: PreTrainedModel, tokens: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a model, possibly on the meta device, and return the states and the keys and values of its cache."""
+def cache_of_one_token(model: PreTrainedModel) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a model, possibly on the meta device, on one token. Returns the states, and the keys and values."""
     training = model.training
     try:
         with torch.no_grad(), FusedAttention(), Meter():
-            ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+            ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             return cache_tensors(model.eval()(ids, use_cache=True).cache)
     finally:
         model.train(training)

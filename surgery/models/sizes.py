@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import reading
-from surgery.models.cache import cache_of
+from surgery.models.cache import cache_of_one_token
 from surgery.models.inserted import new_modules
 from surgery.models.torch_scans import choose_by_device
 
@@ -32,11 +32,6 @@ class Sizes:
     state_bytes: int
     kv_bytes_per_token: int
 
-    @property
-    def base_parameters(self) -> int:
-        """Number of parameters without spliced heads and inserted layers."""
-        return self.parameters - self.new_parameters
-
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of keys and values after `tokens` tokens."""
         return self.kv_bytes_per_token * tokens
@@ -55,18 +50,12 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     return model
 
 
-def parameters_of(model: PreTrainedModel) -> tuple[int, int]:
-    """Count all parameters, and those in spliced heads and inserted layers."""
-    new = sum(p.numel() for module in new_modules(model).values() for p in module.parameters())
-    return sum(p.numel() for p in model.parameters()), new
-
-
 def sizes_of(model: PreTrainedModel) -> Sizes:
     """Count parameters, and the bytes of the cache by a pass over one token; possibly on the meta device."""
-    parameters, new = parameters_of(model)
-    states, per_token = (_ITEM * sum(t.numel() for t in tensors) for tensors in cache_of(model, 1))
+    new = sum(p.numel() for module in new_modules(model).values() for p in module.parameters())
+    states, per_token = (_ITEM * sum(t.numel() for t in tensors) for tensors in cache_of_one_token(model))
     return Sizes(
-        parameters=parameters,
+        parameters=model.num_parameters(),
         new_parameters=new,
         state_bytes=states,
         kv_bytes_per_token=per_token,

@@ -18,7 +18,7 @@ from surgery.errors import RunError, reading
 from surgery.files.atomic import digest, new_folder, read_json
 from surgery.files.shipped import local_path
 from surgery.models.loading import load_config, load_model, load_tokenizer, revision_of
-from surgery.models.sizes import meta_model, parameters_of
+from surgery.models.sizes import meta_model
 from surgery.models.spliced import plan_of_hybrid
 from surgery.probes.documents import Document
 from surgery.probes.registry import prompts_of
@@ -28,6 +28,7 @@ from surgery.report.progress_lines import ProgressLines
 from surgery.run.folder import RunDir
 from surgery.splice.graft import cut_model
 from surgery.splice.state_size import StateCut, cut_from_json
+from surgery.train.optimizer import base_size
 from surgery.types import HeadSet, Plan, head_set_from_json, plan_from_json
 
 STATE = "state.json"  # the channels of the state to keep, with `splice.state_size`
@@ -123,8 +124,7 @@ class Run:
     @cached_property
     def base_size(self) -> int:
         """Number of weights of the base without spliced heads, from its config."""
-        parameters, new = parameters_of(meta_model(self.config, self.recipe.base.trust_remote_code))
-        return parameters - new
+        return base_size(meta_model(self.config, self.recipe.base.trust_remote_code))
 
     def base(self) -> PreTrainedModel:
         """The pretrained model, loaded once and never trained."""

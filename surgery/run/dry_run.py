@@ -18,12 +18,12 @@ from surgery.files.atomic import read_json
 from surgery.files.shipped import local_path
 from surgery.locate.batches import PromptBatches
 from surgery.locate.memory import locate_memory
-from surgery.models.cache import cache_of
+from surgery.models.cache import cache_of_one_token
 from surgery.models.inserted import as_inserted, has_inserted, inserted_entries
 from surgery.models.loading import load_config, load_tokenizer
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.runtime import run_device, stays_in_fp32
-from surgery.models.sizes import meta_model, sizes_of
+from surgery.models.sizes import meta_model
 from surgery.models.spliced import plan_of_hybrid
 from surgery.models.torch_scans import code_text
 from surgery.recipe import Base, Hardware, Recipe, Splice, TrainStage, as_base, to_yaml
@@ -36,7 +36,7 @@ from surgery.run.stages import stages_of
 from surgery.run.without_weights import at_hand, cached_folder, check_without_weights
 from surgery.splice.insertion import inserted_config
 from surgery.splice.plan import hybrid_config, make_plan, splice_field
-from surgery.train.optimizer import learning_rates_text
+from surgery.train.optimizer import base_size, learning_rates_text
 from surgery.train.teacher import Teacher
 from surgery.train.training import make_accelerator, train_model
 from surgery.types import HeadId, HeadSet, Plan, ScoredHead, head_set_from_json
@@ -74,11 +74,11 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
     plan, fields, heads_from = _planned(recipe, config, folder, path)
     plain = _as_loaded(meta_model(config, base.trust_remote_code), recipe.base)
     hybrid = _hybrid(config, plan, fields, recipe)
-    before, after = sizes_of(plain), sizes_of(hybrid)
+    parameters, own = hybrid.num_parameters(), base_size(hybrid)
     caches = {}
     for name, model in (("base", plain), ("hybrid", hybrid)):
         if name == "hybrid" or recipe.splice is not None:  # otherwise the base is the hybrid
-            state, kv = (sum(t.nbytes for t in tensors) for tensors in cache_of(model, 1))
+            state, kv = (sum(t.nbytes for t in tensors) for tensors in cache_of_one_token(model))
             by_length = {length: state + kv * tokens for length, tokens in LENGTHS.items()}
             caches[name] = {"state": state, "kv_per_token": kv, **by_length}
     tokenizer, counted_with = _tokenizer(recipe.base, online=not shapes_from)
@@ -100,11 +100,11 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "heads": [str(h) for h in plan.heads],
         "heads_from": heads_from,
         "sites": fields,
-        "parameters": after.parameters,
-        "base_parameters": before.parameters if recipe.splice is not None else None,
-        "new_parameters": after.new_parameters,
+        "parameters": parameters,
+        "base_parameters": plain.num_parameters() if recipe.splice is not None else None,
+        "new_parameters": parameters - own,
         "trainable_parameters": max(cost.trained for _, _, cost in costs),
-        "learning_rates": learning_rates_text(recipe.train.at_size(before.base_parameters)),
+        "learning_rates": learning_rates_text(recipe.train.at_size(base_size(plain))),
         "cache": caches,
         "locating": locating,
         "code": code_text(hybrid, run_device(), recipe.train.compile),

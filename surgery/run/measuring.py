@@ -15,7 +15,7 @@ from surgery.errors import ModelError, PlanError, ProbeError, SurgeryError, fitt
 from surgery.locate.locating import peak_bytes
 from surgery.models.loading import check_vocabulary, load_config, load_model, load_tokenizer, open_checkpoint
 from surgery.models.lookup import family_of
-from surgery.models.sizes import meta_model, parameters_of
+from surgery.models.sizes import meta_model
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import rng_of
 from surgery.probes.registry import PROBES, Options
@@ -116,7 +116,7 @@ def measure_base(model: str, data: str | None, tokenizer: str | None, trust_remo
         hint = "It is a hybrid already. `surgery finetune MODEL DATA` trains it on your data."
         raise PlanError("MODEL", model, hint) from None
     check_splices(config)
-    machine, parameters = find_machine(), parameters_of(meta_model(config, trust_remote_code))[0]
+    machine, parameters = find_machine(), meta_model(config, trust_remote_code).num_parameters()
     if parameters >= LARGE:
         base = base.model_copy(update={"dtype": "bfloat16"})
     words = _tokenizer(base, config)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from surgery.data.encoding import encode
 from surgery.data.user import open_source
-from surgery.models.cache import cache_of, cache_tensors
+from surgery.models.cache import cache_of_one_token, cache_tensors
 from surgery.models.lookup import family_of, geometry_of
 from surgery.models.meters import saved_bytes
 from surgery.recipe import Source, Splice, Train, Weights
@@ -134,7 +134,7 @@ def test_cache_bytes_are_those_of_a_real_cache() -> None:
 @torch.no_grad()
 def check_cache(model: PreTrainedModel, what: str) -> None:
     """After a prefill of 5 tokens and 3 decode steps."""
-    state, per_token = (sum(t.nbytes for t in part) for part in cache_of(copy.deepcopy(model).to("meta"), 1))
+    state, per_token = (sum(t.nbytes for t in part) for part in cache_of_one_token(copy.deepcopy(model).to("meta")))
     ids = torch.randint(3, 60, (1, 8), generator=torch.Generator().manual_seed(0))
     kept = model(ids[:, :5], use_cache=True).cache
     for step in range(5, 8):

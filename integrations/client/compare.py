@@ -151,9 +151,9 @@ def served(server: str, case: str, folder: Path) -> Iterator[tuple[OpenAI, str]]
         command = [str(PYTHON[server]), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *place]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"]
         command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(512 * 2**20)]
-        command += ["--no-enable-prefix-caching"]  # docs/serve.md
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
         if case == "pair":
+            command += ["--no-enable-prefix-caching"]  # docs/serve.md
             environment["VLLM_PLUGINS"] = ""  # none: it is vLLM's own model
     log = folder.parent / f"{server}-{case}.log"
     with open(log, "w") as output:

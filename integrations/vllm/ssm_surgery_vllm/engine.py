@@ -50,9 +50,6 @@ def reasons(vllm_config: Any) -> list[str]:
         lines.append("speculative decoding is not supported: the recurrent state cannot return to an earlier token.")
     if not model.enforce_eager and vllm_config.device_config.device_type != "cpu":
         lines.append("CUDA graphs were not tested. Set --enforce-eager.")
-    if getattr(cache, "enable_prefix_caching", False):
-        text = "prefix caching is not supported: a few answers of a server differed, and the cause is not known."
-        lines.append(f"{text} Set --no-enable-prefix-caching.")
     if model.quantization is not None:
         lines.append(f"quantization {model.quantization} is not supported. Serve the weights as they are.")
     if vllm_config.lora_config is not None:

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.mamba import mamba_mixer
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM
 from vllm.model_executor.models.interfaces import IsHybrid
@@ -30,6 +30,7 @@ from vllm.model_executor.models.mamba2 import Mamba2ForCausalLM
 from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
 from vllm.model_executor.models.zamba2 import Zamba2ForCausalLM
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from .branch import AttentionBranch, branch_of
 from .config import HybridConfig
@@ -85,6 +86,13 @@ class BranchMixin(MambaBase):
         """Return the dtypes of the mixer's states and of the branch's, which is that of the mixer's convolution."""
         dtypes = super().get_state_dtype()
         return (*dtypes, dtypes[0])
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        """Return the spec without checkpoints inside a prompt: `MambaMixer2` writes one of its own states alone.
+
+        So vLLM ends a step at each block of a prompt that it caches, and every state is complete there.
+        """
+        return MambaBase.get_kv_cache_spec(self, vllm_config)
 
     def convolve(self, x_NC: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply a branch's causal convolution to the new tokens of every request, and update its state."""
@@ -194,6 +202,11 @@ class HybridModelMixin:
         """Return the dtypes of a mixer's states and of the branch's."""
         dtypes = super().get_mamba_state_dtype_from_config(vllm_config)
         return (*dtypes, dtypes[0])
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
+        """Return what copies each state to another block. vLLM leaves out a state that has none."""
+        return (*super().get_mamba_state_copy_func(), get_conv_copy_spec)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load an export's tensors. The columns of replaced heads are 0 in an export; they are set to 0 in any case."""

@@ -43,6 +43,7 @@ LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 64, 100, 127, 200, 256, 433, 600)
 NEW_TOKENS = 24
 GROWING = tuple(range(236, 252))  # 16 prompts that need a second block of 256 tokens while they generate
 GROWING_130M = tuple(range(492, 508))  # with the blocks of 512 tokens that vLLM takes at this shape
+SHARED, ENDS = (300, 520, 600, 700), (1, 2, 5, 30, 257)  # tokens of prompts with the same beginnings
 PAIRS, RETRIEVALS = 32, 100
 FILLER = {"quickstart": (0, 20), "trained-pair": None}  # words between key and value, of cases that can retrieve
 
@@ -222,6 +223,8 @@ def write_case(name: str, folder: Path) -> None:
     if name != "130m-base":
         lengths = GROWING_130M if name == "130m" else GROWING
         sets["growing"] = [answer(model, p, NEW_TOKENS) for p in random_prompts(lengths, vocab, 1)]
+        beginnings, ends = random_prompts(SHARED, vocab, 2), random_prompts(ENDS, vocab, 3)
+        sets["shared"] = [answer(model, b + end, NEW_TOKENS) for b in beginnings for end in ends]
     if name in FILLER:
         rows = retrieval_prompts(folder, FILLER[name])
         sets["retrieval"] = [{**answer(model, p, len(gold)), "gold": gold} for p, gold in rows]

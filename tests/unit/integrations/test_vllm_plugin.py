@@ -277,7 +277,6 @@ def engine(**changes: Any) -> SimpleNamespace:
         ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size 2 is not supported"),
         ({"speculative_config": object()}, "speculative decoding is not supported"),
         ({"model__enforce_eager": False}, "CUDA graphs were not tested. Set --enforce-eager."),
-        ({"cache__enable_prefix_caching": True}, "prefix caching is not supported"),
         ({"model__quantization": "fp8"}, "quantization fp8 is not supported"),
         ({"lora_config": object()}, "LoRA adapters are not supported"),
         ({"kv_transfer_config": object()}, "KV transfer between engines is not supported"),

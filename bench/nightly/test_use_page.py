@@ -27,6 +27,7 @@ def test_the_programs_generate_and_train(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("In the spring the") and len(done.stdout.split()) > 8
+    assert re.search(r"^34\n50$", done.stdout, re.MULTILINE)  # answers from copies of one cache
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     before = AutoModelForCausalLM.from_pretrained(EXPORT).state_dict()
     changed = {name.rsplit(".", 2)[-2] for name in before if not torch.equal(before[name], merged[name])}

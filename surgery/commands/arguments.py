@@ -30,5 +30,5 @@ TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run 
 Runs = Annotated[Path, typer.Option("--runs", file_okay=False, help="Directory that holds the run folders.")]
 Plugins = Annotated[
     list[str] | None,
-    typer.Option("--plugin", metavar="MODULE", help="Import a module that registers an export format. Repeatable."),
+    typer.Option("--plugin", metavar="MODULE", help="Import a module that registers a format or a branch. Repeatable."),
 ]

@@ -17,7 +17,7 @@ from surgery.recipe import find_recipe, load_recipe
 
 DataFile = Annotated[
     str | None,
-    typer.Option("--data", metavar="FILE", help="Your data: JSONL or Parquet with prompt and answer, or text."),
+    typer.Option("--data", metavar="FILE", help="Your JSONL or Parquet with prompt and answer, messages, or text."),
 ]
 Tokenizer = Annotated[
     str | None, typer.Option("--tokenizer", help="Folder or Hub id of the tokenizer. By default the model's.")

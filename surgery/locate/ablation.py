@@ -55,7 +55,7 @@ def token_mask(batch: EncodedBatch, where: Where) -> Tensor:
     return place_T == getattr(batch, where)[rows, last][:, None]
 
 
-def fill_values(u_BTI: Tensor, batch: EncodedBatch, fill: Fill) -> Tensor | None:
+def fill_values(u_BTI: Tensor, batch: EncodedBatch, fill: Fill, owner_B: Tensor | None = None) -> Tensor | None:
     """Compute the replacement for the outputs of ablated heads.
 
     Prompts end at the query, so the same column has the same distance from it in all prompts.
@@ -64,6 +64,7 @@ def fill_values(u_BTI: Tensor, batch: EncodedBatch, fill: Fill) -> Tensor | None
         u_BTI: clean outputs of the heads.
         fill: `mean` is over the prompts of the batch that have a token at this place. `resample` takes the next prompt
             that has one, or the prompt itself if no other has.
+        owner_B: the prompt of each row, if the rows are paths of several tokens (`CleanPass.owner`).
 
     Returns:
         (B,T,I); None for zeros.
@@ -75,8 +76,9 @@ def fill_values(u_BTI: Tensor, batch: EncodedBatch, fill: Fill) -> Tensor | None
         total_TI, count_T1 = (u_BTI * real_BT1).sum(0), real_BT1.sum(0).clamp(min=1)
         return (total_TI / count_T1).to(u_BTI.dtype).expand_as(u_BTI)
     other, is_filled = u_BTI, torch.zeros_like(real_BT1)
+    owner_B = torch.arange(len(batch), device=u_BTI.device) if owner_B is None else owner_B
     for shift in range(1, len(batch)):
-        takes = real_BT1.roll(-shift, 0) & ~is_filled
+        takes = real_BT1.roll(-shift, 0) & ~is_filled & (owner_B.roll(-shift) != owner_B)[:, None, None]
         other, is_filled = torch.where(takes, u_BTI.roll(-shift, 0), other), is_filled | takes
     return other
 

@@ -173,7 +173,7 @@ def contribution(model: PreTrainedModel, part: CleanPass, spec: MixerSpec, heads
         (rows,tokens,D) in fp32 at least.
     """
     structure, u = structure_of(spec), part.activations.heads[spec.name]
-    weight, values = structure.out_proj(mixer_of(model, spec)).weight, fill_values(u, part.batch, fill)
+    weight, values = structure.out_proj(mixer_of(model, spec)).weight, fill_values(u, part.batch, fill, part.owner)
     exact = torch.promote_types(weight.dtype, torch.float32)
     total = torch.zeros_like(part.activations.output[spec.name], dtype=exact)
     for head in heads:
@@ -196,7 +196,8 @@ def ablated_while_running(
             mask[w, head.head] = True
     if not masks:
         return nullcontext()
-    fills = {name: fill_values(part.activations.heads[name], part.batch, ablation.fill) for name in masks}
+    u = part.activations.heads
+    fills = {name: fill_values(u[name], part.batch, ablation.fill, part.owner) for name in masks}
     return ablated(run.model, run.specs, masks, ablated_tokens(run, part, ablation), fills)
 
 

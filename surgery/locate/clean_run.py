@@ -33,6 +33,7 @@ class CleanPass:
         past: number of tokens before these.
         activations: may include tokens before these.
         cache: keys and values after these tokens, if there are paths.
+        owner: the prompt of each row, if the rows are paths.
     """
 
     batch: EncodedBatch
@@ -40,6 +41,7 @@ class CleanPass:
     past: int
     activations: ActivationCache
     cache: Cache | None
+    owner: Tensor | None = None
 
     def residual(self, layer: int, variants: int) -> Tensor:
         """(W*rows,tokens,D) input of the block of `layer` in the clean model."""
@@ -151,7 +153,8 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
             token, real = paths.ids[:, c : c + 1], paths.real[:, c : c + 1].long()
             step_mask = None if step_mask is None else torch.cat([step_mask, torch.ones_like(real)], 1)
             next_token = replace(batch, input_ids=token, attention_mask=real)
-            step, logits = run_recorded(CleanPass(next_token, step_mask, T + c, ActivationCache(), None), cache)
+            part = CleanPass(next_token, step_mask, T + c, ActivationCache(), None, paths.owner)
+            step, logits = run_recorded(part, cache)
             steps.append(step)
             all_logits.append(logits)
     scores = scores_by_variant(all_logits, batch if narrowed is None else narrowed[1], paths)[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surgery.data.encoding import encode
 from surgery.data.ranking import answer_choices
-from surgery.locate.ablation import Ablation
+from surgery.locate.ablation import Ablation, fill_values
 from surgery.locate.ablation_sweep import Variant, ablate, change_at_query, changes_by_mixer
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.locating import locate_heads
@@ -129,6 +129,17 @@ def test_a_change_at_the_query_leaves_its_states_behind(name: str) -> None:
     for variant in variants_of(run):
         found = change_at_query(run, [variant])[0].margin
         assert_margins(found, margins(whole_passes(run.model, run.batch, changed_at_query(run, variant)), run.batch))
+
+
+def test_paths_are_resampled_from_those_of_the_next_prompt() -> None:
+    """The next path in the batch is mostly another choice of the same prompt."""
+    run = run_of("mamba2")
+    owner = run.paths.owner
+    assert owner.tolist() == [0, 0, 2, 2, 3, 3, 3]
+    for step in run.steps:
+        rows = torch.arange(7.0)[:, None, None]
+        taken = fill_values(rows, step.batch, "resample", step.owner)[:, 0, 0].long()
+        assert owner[taken].tolist() == [2, 2, 3, 3, 0, 0, 0] and step.batch.attention_mask[taken].all()
 
 
 def test_locate_with_a_tokenizer_that_cuts_numbers_into_digits() -> None:

@@ -61,13 +61,16 @@ def mcnemar(before_N: NDArray[np.bool_], after_N: NDArray[np.bool_]) -> float:
 
 
 def means_are_positive(values_CN: NDArray[np.float64]) -> NDArray[np.float64]:
-    """One-sided t-tests: p-value of each row's hypothesis that its mean is 0 or less. Equal values are certain."""
+    """One-sided t-tests: p-value of each row's hypothesis that its mean is 0 or less. NaN for a single value.
+
+    Equal values are certain.
+    """
     from scipy.stats import t  # slow to import
 
     more = values_CN.shape[1] - 1
     with np.errstate(divide="ignore", invalid="ignore"):
         p_values = t.sf(values_CN.mean(1) / (values_CN.std(1) / more**0.5), more)
-    return np.where(np.ptp(values_CN, axis=1) == 0, values_CN[:, 0] <= 0, p_values)
+    return np.where((more > 0) & (np.ptp(values_CN, axis=1) == 0), values_CN[:, 0] <= 0, p_values)
 
 
 def at_least(successes: int, n: int, p: float) -> float:

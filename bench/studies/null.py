@@ -57,7 +57,7 @@ def redrawn(seed: int, examples: int) -> list[Role]:
         name: np.stack([right[i] * 2.0 - 1, right[i], after[i]], 1) for i, name in enumerate(("query", "context"))
     }
     table = Table([Record(0, np.stack([clean * 2.0 - 1, clean, lead]), columns)])
-    return roles_of(table, range(16), 16)
+    return roles_of(table, 16)
 
 
 KINDS = ("random", "shuffled", "redrawn")

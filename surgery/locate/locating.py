@@ -99,11 +99,11 @@ def locate_heads(
                     check_clean(Table(prompts.clean(_FIRST)), section, prompts.chance)
                 except ProbeError:
                     check_clean(Table(prompts.clean()), section, prompts.chance)
-            table, alive = measure_heads(prompts, specs, sites, splice, tick)
+            table = measure_heads(prompts, specs, sites, splice, tick)
             if checks:
                 check_clean(table, section, prompts.chance)
             check_moved(table, splice.select)
-            heads, groups = _scored(table, alive, specs, section.layers, seed)
+            heads, groups = _scored(table, specs, section.layers, seed)
             ranked = rank(heads, ranking_of(splice, section))
             chosen = choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
     finally:
@@ -163,13 +163,13 @@ def peak_bytes() -> float:
 
 
 def _scored(
-    table: Table, alive: Sequence[int], specs: Sequence[MixerSpec], layers: bool, seed: int
+    table: Table, specs: Sequence[MixerSpec], layers: bool, seed: int
 ) -> tuple[list[ScoredHead], list[ScoredGroup]]:
     """Score every head: intervals by column, its role and its better oracle read. Then every layer."""
     items, heads = items_of(specs, layers), items_of(specs, False)
     scores = scores_of(table, seed)
     by_item = [{name: column[i] for name, column in scores.items() if column[i].n > 0} for i in range(len(items))]
-    roles = roles_of(table, alive, len(heads))
+    roles = roles_of(table, len(heads))
     scored = [
         ScoredHead(head, roles[i], better_read({k: x.value for k, x in by_item[i].items()}), by_item[i])
         for i, (head,) in enumerate(heads)

@@ -37,10 +37,10 @@ def measure_heads(
     sites: Sequence[MixerSpec],
     splice: Splice,
     tick: Callable[[], None],
-) -> tuple[Table, list[int]]:
+) -> Table:
     """Measure all items on all prompts. A search measures in rounds and drops heads between them.
 
-    `sites` are the mixers of `specs` that can be spliced. Returns the scores, and the items measured on all prompts.
+    `sites` are the mixers of `specs` that can be spliced.
     """
     section = prompts.section
     items = items_of(specs, section.layers)
@@ -64,7 +64,7 @@ def measure_heads(
         begin = end
         if number < len(rounds):
             alive = still_candidates(Table(records), alive, heads, sites, section, splice, len(rounds) - 1)
-    return Table(records), alive
+    return Table(records)
 
 
 def measure_batch(

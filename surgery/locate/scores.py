@@ -20,7 +20,6 @@ from surgery.stats import bootstrap_mean, holm, means_are_positive
 from surgery.types import Interval, Role
 
 Array = NDArray[np.float64]
-_LEVEL = 0.05  # family-wise, over both role tests of all heads
 _SHARE = 0.05  # of the lead, which a head with a role carries at least. With 256 prompts every fifth head loses some
 
 
@@ -126,31 +125,27 @@ def scores_of(table: Table, seed: int) -> dict[str, list[Interval]]:
     return scores
 
 
-def roles_of(table: Table, alive: Sequence[int], heads: int) -> list[Role]:
+def roles_of(table: Table, heads: int) -> list[Role]:
     """Test which heads are Gather heads (needed in the context) and Aggregate heads (needed at the query).
 
     Each head and position gets a one-sided t-test that its ablation loses more than a twentieth of the right answer's
     lead (`ChoiceScores.lead`). Holm's correction covers all of them together: in a model that does not retrieve, the
     probability that any head gets a role is at most 0.05. Answers would be too coarse: where many heads retrieve, each
-    one alone decides few of them. Heads that a search dropped (not `alive`) count as tests but are `unmeasured`, as all
-    are if neither position was measured. `heads` is their number; they are the first items.
+    one alone decides few of them. Heads that a search dropped count as tests but are `unmeasured`, as all are if
+    neither position was measured or there is a single prompt. `heads` is their number; they are the first items.
     """
-    tested = {i for i in alive if i < heads}
     roles: dict[str, Role] = {"context": "gather", "query": "aggregate"}
-    tests = [(role, i, column) for column, role in roles.items() if column in table.columns for i in range(heads)]
-    if not tests:
+    by_role = {role: table.lead(column)[:heads] for column, role in roles.items() if column in table.columns}
+    if not by_role:
         return ["unmeasured"] * heads
     most = (1 - _SHARE) * table.clean_lead()
-    by_column = {name: means_are_positive(most - table.lead(name)[:heads]) for name in roles if name in table.columns}
-    p_values = [float(by_column[column][i]) if i in tested else 1.0 for _, i, column in tests]
-    passed = {(role, i) for (role, i, _), is_rejected in zip(tests, holm(p_values, _LEVEL), strict=True) if is_rejected}
+    p_values = np.stack([means_are_positive(most - lead) for lead in by_role.values()])
+    rejected = np.reshape(holm(np.nan_to_num(p_values, nan=1.0).ravel().tolist()), p_values.shape)
 
     def role_of(head: int) -> Role:
-        if head not in tested:
+        if np.isnan(p_values[:, head]).any():
             return "unmeasured"
-        gathers, aggregates = (("gather", head) in passed), (("aggregate", head) in passed)
-        if gathers and aggregates:
-            return "both"
-        return "gather" if gathers else "aggregate" if aggregates else "neither"
+        found = [role for role, is_rejected in zip(by_role, rejected[:, head], strict=True) if is_rejected]
+        return "both" if len(found) == 2 else found[0] if found else "neither"
 
     return [role_of(head) for head in range(heads)]

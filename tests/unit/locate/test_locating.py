@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def test_heads_are_ranked_by_each_method(method: str, order: list[str]) -> None:
 class TestRole:
     def test_by_both_tests(self) -> None:
         """Answers lost at the query, in the context, at both, at neither."""
-        roles = roles_of(table_of(query=[0, 1, 0, 1], context=[1, 0, 0, 1]), range(4), 4)
+        roles = roles_of(table_of(query=[0, 1, 0, 1], context=[1, 0, 0, 1]), 4)
         assert roles == ["aggregate", "gather", "both", "neither"]
 
     def test_both_positions_count_as_tests(self) -> None:
@@ -107,20 +108,21 @@ class TestRole:
         column[7, 2] = -lost
         for columns, role in ((("query",), "aggregate"), (("query", "context"), "neither")):
             table = Table([Record(0, np.zeros((3, 20)), dict.fromkeys(columns, column))])
-            assert roles_of(table, range(16), 16)[7] == role
+            assert roles_of(table, 16)[7] == role
 
     def test_a_small_share_of_the_lead_is_no_role(self) -> None:
         clean, small, large = (np.full((3, 20), lead) for lead in (10.0, 9.6, 9.4))
         table = Table([Record(0, clean, {"query": np.stack([small, large])})])
-        assert roles_of(table, range(2), 2) == ["neither", "aggregate"]
+        assert roles_of(table, 2) == ["neither", "aggregate"]
 
     def test_what_was_not_measured_is_not_called(self) -> None:
-        lost = {"query": [0, 1, 1], "context": [1, 0, 1]}
-        all_right = table_of(query=[1] * 3)
-        assert roles_of(all_right, [], 3) == ["unmeasured"] * 3
-        assert roles_of(table_of(**lost), [1, 2], 3) == ["unmeasured", "gather", "neither"]
-        assert roles_of(table_of(query=lost["query"]), range(3), 3) == ["aggregate", "neither", "neither"]
-        assert roles_of(table_of(ablation=[0, 0, 0]), range(3), 3) == ["unmeasured"] * 3
+        dropped = [0.0] * 8 + [math.nan] * 8
+        table = table_of(query=[dropped, 1, 1], context=[dropped, 0, 1])
+        assert roles_of(table, 3) == ["unmeasured", "gather", "neither"]
+        assert roles_of(table_of(query=[0, 1, 1]), 3) == ["aggregate", "neither", "neither"]
+        assert roles_of(table_of(ablation=[0, 0, 0]), 3) == ["unmeasured"] * 3
+        one = Table([Record(0, np.ones((3, 1)), {"query": np.array([0.0, 2.0])[:, None, None].repeat(3, 1)})])
+        assert roles_of(one, 2) == ["unmeasured"] * 2, "one prompt is no test"
 
     def test_the_better_column_is_read(self) -> None:
         gains = {"segment_end": 0.1, "answer_token": 0.3}

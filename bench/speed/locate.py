@@ -121,7 +121,7 @@ def compare(
     own, splice = ways(first)["exact"]
     exact = locate_heads(model, tokenizer, own, splice, SEED, any_accuracy=True)
     found["same_ranking"] = _same(slow, {s.head: s.scores["ablation"].value for s in exact.heads})
-    found["peak_gib"] = peak_bytes() / 2**30
+    found["peak_gib"] = peak_bytes(model.device) / 2**30
     return found
 
 

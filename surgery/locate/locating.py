@@ -112,7 +112,8 @@ def locate_heads(
     accuracy = wilson(int(right.sum()), len(right))
     clean = {"accuracy": accuracy, "margin": bootstrap_mean(margin[None], seed)[0]}
     seconds = time.perf_counter() - began
-    cost = {"seconds": seconds, "prompts": float(len(right)), "passes": prompts.passes, "peak_bytes": peak_bytes()}
+    cost = {"seconds": seconds, "prompts": float(len(right)), "passes": prompts.passes}
+    cost["peak_bytes"] = peak_bytes(model.device)
     geometry = geometry_of(model.config)
     return HeadSet(name, revision, geometry, ranked, chosen, splice.select, seed, clean, tuple(groups), cost)
 
@@ -154,10 +155,10 @@ def _ticker(
     return tick
 
 
-def peak_bytes() -> float:
-    """Peak memory in bytes: of the GPU if there is one, otherwise of the process since it started."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
+def peak_bytes(device: torch.device) -> float:
+    """Peak memory in bytes since the process started: of a GPU, otherwise of the process."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 

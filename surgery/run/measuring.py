@@ -138,7 +138,8 @@ def measure_base(model: str, data: str | None, tokenizer: str | None, trust_remo
         sizes = _possible(prober, form, pairs)
         known = known_tasks(prober, _KNOWLEDGE, count)
         longest = prober.documents(form, max(sizes), 64)
-        batch_size, speeds = try_batch_sizes(lambda n: prober.answered(longest[:n], n), machine.memory // 2)
+        room = machine.memory // 2
+        batch_size, speeds = try_batch_sizes(lambda n: prober.answered(longest[:n], n), loaded.device, room)
         say(f"batch size {batch_size}: " + ", ".join(f"{n}: {speed:.0f} prompts/s" for n, speed in speeds.items()))
         sentences = [PROBES["perplexity"].generate(rng_of("init", 0, i), "eval", Options()) for i in range(_SENTENCES)]
         nats = perplexity(loaded, words, sentences, START)
@@ -207,7 +208,9 @@ def _possible(prober: Prober, form: Format, pairs: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def try_batch_sizes(run: Callable[[int], object], room: int, largest: int = 64) -> tuple[int, dict[int, float]]:
+def try_batch_sizes(
+    run: Callable[[int], object], device: torch.device, room: int, largest: int = 64
+) -> tuple[int, dict[int, float]]:
     """Find the batch size with the most prompts a second that fits the memory.
 
     Doubles the size from 4. Stops where memory runs out, where the next size would take more than `room` bytes by the
@@ -220,7 +223,7 @@ def try_batch_sizes(run: Callable[[int], object], room: int, largest: int = 64) 
         SurgeryError: not even the smallest batch fits.
     """
     speeds: dict[int, float] = {}
-    size, before = 4, peak_bytes()
+    size, before = 4, peak_bytes(device)
     run(1)  # the first pass also initialises libraries
     while size <= largest:
         began = time.perf_counter()
@@ -232,7 +235,7 @@ def try_batch_sizes(run: Callable[[int], object], room: int, largest: int = 64) 
             break
         speeds[size] = size / (time.perf_counter() - began)
         slower = len(speeds) > 1 and speeds[size] < 1.1 * speeds[size // 2]
-        if slower or 2 * (peak_bytes() - before) > room:
+        if slower or 2 * (peak_bytes(device) - before) > room:
             break
         size *= 2
     if not speeds:

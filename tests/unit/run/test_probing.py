@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from surgery.errors import ProbeError, SurgeryError
 from surgery.run import measuring
@@ -101,7 +102,7 @@ def test_the_batch_grows_while_that_is_faster_and_fits(monkeypatch: pytest.Monke
     """A clock that a batch of n prompts moves by n / `saturates`, and a memory that grows by a unit for each prompt."""
     clock = {"now": 0.0, "peak": 0.0}
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock["now"])
-    monkeypatch.setattr(measuring, "peak_bytes", lambda: clock["peak"])
+    monkeypatch.setattr(measuring, "peak_bytes", lambda _: clock["peak"])
 
     def attempt(saturates: int, fails: int = 1000, room: int = 10**6) -> tuple[int, list[int]]:
         tried: list[int] = []
@@ -114,7 +115,7 @@ def test_the_batch_grows_while_that_is_faster_and_fits(monkeypatch: pytest.Monke
             clock["now"] += max(1.0, size / saturates)
             clock["peak"] = max(clock["peak"], size)
 
-        return try_batch_sizes(run, room)[0], tried
+        return try_batch_sizes(run, torch.device("cpu"), room)[0], tried
 
     for saturates in (4, 8, 16, 64):
         assert attempt(saturates)[0] == saturates
@@ -127,4 +128,4 @@ def test_the_batch_grows_while_that_is_faster_and_fits(monkeypatch: pytest.Monke
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        try_batch_sizes(bug, 1)
+        try_batch_sizes(bug, torch.device("cpu"), 1)

@@ -92,7 +92,7 @@ def locate_heads(
             _check_request(section, splice, prompts)
             if note is not None:
                 note(str(locate_memory(prompts)))
-            tick = _ticker(section, splice, len(prompts), sum(spec.num_heads for spec in sites), progress)
+            tick = _ticker(section, splice, len(prompts), progress)
             checks = splice.select in RANKINGS and not any_accuracy
             if checks:  # early, and on a few prompts if these show no fault
                 try:
@@ -136,9 +136,7 @@ def _check_request(section: Locate, splice: Splice, prompts: PromptBatches) -> N
             raise ProbeError("locate.methods", method, hint)
 
 
-def _ticker(
-    section: Locate, splice: Splice, batches: int, num_heads: int, progress: Progress | None
-) -> Callable[[], None]:
+def _ticker(section: Locate, splice: Splice, batches: int, progress: Progress | None) -> Callable[[], None]:
     """Count the steps of this process for `progress`. The total is that of a process that measures every batch."""
     methods = [METHODS[method] for method in section.methods]
     per_batch = sum(len(method.columns) if method.changes_heads else 1 for method in methods)

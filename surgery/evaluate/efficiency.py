@@ -22,6 +22,7 @@ from surgery.data.choice_scores import arguments
 from surgery.errors import fitting
 from surgery.models.cache import cache_tensors
 from surgery.models.meters import Meter, belongings
+from surgery.models.runtime import evaluating
 from surgery.models.torch_scans import code_text
 from surgery.recipe import Efficiency
 
@@ -89,16 +90,15 @@ def costs(
     """
     vocabulary = min(model.config.get_text_config().vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0))
-    training = {name: model.training for name, model in models.items()}
-    timers = {name: _Timer(model.eval(), ids.to(model.device)) for name, model in models.items()}
-    memory = {name: timer.memory() for name, timer in timers.items()}
+    timers = {name: _Timer(model, ids.to(model.device)) for name, model in models.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    for _ in range(section.repeats):
-        for name, timer in timers.items():
-            seconds[name].append(timer.time(section.new_tokens))
+    with evaluating(*models.values()):
+        memory = {name: timer.memory() for name, timer in timers.items()}
+        for _ in range(section.repeats):
+            for name, timer in timers.items():
+                seconds[name].append(timer.time(section.new_tokens))
     measured = {}
-    for name, model in models.items():
-        model.train(training[name])
+    for name in models:
         first, decode = map(list, zip(*seconds[name], strict=True))
         measured[name] = {
             "rows": rows,

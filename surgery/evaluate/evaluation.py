@@ -21,6 +21,7 @@ from surgery.evaluate.prompts import PromptSet, make_prompts
 from surgery.evaluate.read_twice import READ_TWICE
 from surgery.models.alterations import HEADS_OFF
 from surgery.models.loading import check_vocabulary
+from surgery.models.runtime import evaluating
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document
 from surgery.recipe import Evaluate, Train
@@ -91,10 +92,8 @@ def evaluate_model(
     check_vocabulary(tokenizer, model.config)
     section = section or Evaluate()
     prompts = prompts or make_prompts(section, seed, tokenizer=tokenizer)
-    training = model.training
-    model.eval()
     arm = Arm({"kv_retrieval": {}}, {})
-    with torch_scans(model):
+    with evaluating(model), torch_scans(model):
         with fitting("evaluate.batch_size", section.batch_size):
             for done, (task, entry) in enumerate(_measure(arm, model, tokenizer, section, seed, prompts), start=1):
                 _insert(arm.summary, task, entry)
@@ -103,7 +102,6 @@ def evaluate_model(
         if section.lm_eval is not None:
             with fitting("evaluate.lm_eval.batch_size", section.lm_eval.batch_size):
                 arm.summary["lm_eval"] = run_lm_eval(model, tokenizer, section.lm_eval)
-    model.train(training)
     return arm
 
 

@@ -22,6 +22,7 @@ from surgery.locate.scores import Array, Table, plain, roles_of, scores_of
 from surgery.locate.selection import Candidate, choose, rank, ranking_of
 from surgery.models.config_checks import check_unquantized
 from surgery.models.lookup import family_of, geometry_of
+from surgery.models.runtime import evaluating
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
@@ -82,32 +83,29 @@ def locate_heads(
         PlanError: the heads to choose cannot be spliced.
     """
     section, splice = section or Locate(), splice or Splice()
-    training, began = model.training, time.perf_counter()
+    began = time.perf_counter()
     check_unquantized(model.config)
     family = family_of(model.config)
     specs, sites = family.mixers(model.config), family.sites(model.config)
-    try:
-        with torch_scans(model):
-            prompts = PromptBatches(model.eval(), tokenizer, section, seed, batches)
-            _check_request(section, splice, prompts)
-            if note is not None:
-                note(str(locate_memory(prompts)))
-            tick = _ticker(section, splice, len(prompts), progress)
-            checks = splice.select in RANKINGS and not any_accuracy
-            if checks:  # early, and on a few prompts if these show no fault
-                try:
-                    check_clean(Table(prompts.clean(_FIRST)), section, prompts.chance)
-                except ProbeError:
-                    check_clean(Table(prompts.clean()), section, prompts.chance)
-            table = measure_heads(prompts, specs, sites, splice, tick)
-            if checks:
-                check_clean(table, section, prompts.chance)
-            check_moved(table, splice.select)
-            heads, groups = _scored(table, specs, section.layers, seed)
-            ranked = rank(heads, ranking_of(splice, section))
-            chosen = choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
-    finally:
-        model.train(training)
+    with evaluating(model), torch_scans(model):
+        prompts = PromptBatches(model, tokenizer, section, seed, batches)
+        _check_request(section, splice, prompts)
+        if note is not None:
+            note(str(locate_memory(prompts)))
+        tick = _ticker(section, splice, len(prompts), progress)
+        checks = splice.select in RANKINGS and not any_accuracy
+        if checks:  # early, and on a few prompts if these show no fault
+            try:
+                check_clean(Table(prompts.clean(_FIRST)), section, prompts.chance)
+            except ProbeError:
+                check_clean(Table(prompts.clean()), section, prompts.chance)
+        table = measure_heads(prompts, specs, sites, splice, tick)
+        if checks:
+            check_clean(table, section, prompts.chance)
+        check_moved(table, splice.select)
+        heads, groups = _scored(table, specs, section.layers, seed)
+        ranked = rank(heads, ranking_of(splice, section))
+        chosen = choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
     right, margin = table.clean_correct(), table.clean_margin()
     accuracy = wilson(int(right.sum()), len(right))
     clean = {"accuracy": accuracy, "margin": bootstrap_mean(margin[None], seed)[0]}

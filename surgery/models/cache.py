@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from surgery.models.meters import FusedAttention, Meter
+from surgery.models.runtime import evaluating
 
 
 def snapshot(cache: Cache) -> Cache:
@@ -53,13 +54,9 @@ def _tensors(layer: Any, shared: bool) -> Iterator[tuple[str, int | None, Tensor
 
 def cache_of_one_token(model: PreTrainedModel) -> tuple[list[Tensor], list[Tensor]]:
     """Run a model, possibly on the meta device, on one token. Returns the states, and the keys and values."""
-    training = model.training
-    try:
-        with torch.no_grad(), FusedAttention(), Meter():
-            ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-            return cache_tensors(model.eval()(ids, use_cache=True).cache)
-    finally:
-        model.train(training)
+    with torch.no_grad(), evaluating(model), FusedAttention(), Meter():
+        ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        return cache_tensors(model(ids, use_cache=True).cache)
 
 
 def cache_tensors(cache: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Settings of a loaded model that its checkpoint does not store: precision, `requires_grad`."""
+"""Settings of a loaded model that its checkpoint does not store: precision, mode, `requires_grad`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,19 @@ def stays_in_fp32(model: PreTrainedModel, name: str) -> bool:
 def run_device() -> torch.device:
     """Return the device that commands run models on: the GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Set models to eval mode inside the context, and restore their modes afterwards."""
+    modes = [model.training for model in models]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)
 
 
 @contextmanager

@@ -32,7 +32,8 @@ def test_errors_name_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in NO_MEMORY:
         monkeypatch.setattr(model, "forward", failing(error))
         with pytest.raises(RunError, match=rf"evaluate\.batch_size: {FEW.batch_size}\. Out of memory\. Lower it"):
-            evaluate_model(model, pico_tokenizer(), FEW)
+            evaluate_model(model.train(), pico_tokenizer(), FEW)
+        assert model.training, "left in its mode"
     monkeypatch.setattr(model, "forward", failing(RuntimeError("shapes cannot be multiplied")))
     with pytest.raises(RuntimeError, match="multiplied"):
         evaluate_model(model, pico_tokenizer(), FEW)

@@ -111,10 +111,16 @@ def mark_seen(summary: dict[str, Any], section: Evaluate, train: Train) -> None:
     for task in section.tasks:
         kept_from, evaluated = task.probe.held_out_from, task.probe.evaluated
         if any(name in kept_from and (half is None or evaluated in (None, half)) for name, half in used):
-            entry = summary.get(task.result_name)  # a number with scoring perplexity
-            for part in (entry, entry.get("generated")) if isinstance(entry, dict) else ():
-                if part is not None:
-                    part["seen"] = True
+            _mark_seen({task.result_name: summary.get(task.result_name)})
+
+
+def _mark_seen(entry: dict[str, Any]) -> None:
+    """Mark the accuracies inside, at every size and of generated answers too. A perplexity has no mark."""
+    for part in entry.values():
+        if isinstance(part, dict):
+            _mark_seen(part)
+    if "accuracy" in entry:
+        entry["seen"] = True
 
 
 def _measure(

@@ -15,6 +15,7 @@ from surgery.evaluate.evaluation import compare_arms, evaluate_model, mark_seen
 from surgery.evaluate.held_out import examples_of, side_by_side
 from surgery.evaluate.prompts import make_prompts
 from surgery.probes.documents import Document, Question
+from surgery.probes.registry import PROBES
 from surgery.recipe import Evaluate, Train
 from surgery.report.results import cell_of, entries, label_of
 from tests.support.errors import NO_MEMORY, failing
@@ -110,6 +111,15 @@ def test_facts_of_both_halves_in_training_are_marked_as_seen() -> None:
             ("again",): f"again{after}",
             ("perplexity",): "perplexity, held-out",
         }, (task, split)
+
+
+def test_what_was_seen_is_marked_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of a plugin may have sizes."""
+    monkeypatch.setattr(PROBES["records"], "held_out_from", ("records",))
+    train = Train.model_validate({"sources": [{"task": "records", "rows": 1, "weights": {"lm": 1.0}}]})
+    summary = {"records": {"4": {"accuracy": 1.0, "generated": {"accuracy": 1.0}}, "8": {"accuracy": 0.5}}}
+    mark_seen(summary, Evaluate.model_validate({"tasks": ["records"], "pairs": [4, 8]}), train)
+    assert all(entry["seen"] for _, entry in entries(summary)) and "seen" not in summary["records"]
 
 
 def answers(count: int) -> tuple[list[Document], ExactAnswers]:

@@ -161,8 +161,9 @@ class _Sized(Probe):
 
 @register_probe("variable_tracking")
 class VariableTracking(_Sized):
-    """Variable tracking: `variable_document`. `pairs` has no effect."""
+    """Variable tracking: `variable_document`."""
 
+    pairs = None
     options = ("tokens", "hops")
     gold_position = True
 

@@ -75,7 +75,7 @@ class Needle(Probe):
     """
 
     kind: Kind
-    pairs = (2, 16)
+    pairs: tuple[int, int] | None = (2, 16)
     options: tuple[str, ...] = ("tokens", "needles")
     gold_position = needs_tokenizer = True
     lm_eval_sizes = (2,)
@@ -144,7 +144,7 @@ def _haystack(
 @register_probe("needle_single")
 class SingleNeedle(Needle):
     kind = "single"
-    pairs = (2, 100)  # without effect
+    pairs = None
     options = ("tokens",)
 
 

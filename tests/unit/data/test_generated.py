@@ -25,7 +25,8 @@ HALVED = ("closed_book", "statement", "letter_choice", "option_text", "sentence"
 SIZES: dict[str, dict[str, Any]] = {
     "json_kv": {"groups": [4]},
     "multi_hop": {"pairs": [4, 16]},
-    **{task: {"max_tokens": 320, "pairs": [2, 3]} for task in TASKS if task.startswith("needle_")},
+    **{task: {"max_tokens": 320, "pairs": [2, 3]} for task in TASKS if task.startswith("needle_multi")},
+    "needle_single": {"max_tokens": 320},
 }
 
 

@@ -96,6 +96,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rows": 3}, "either `rows` or `tokens`"),
     ({"data": None, "task": "kv_retrieval", "max_tokens": 5}, "kv_retrieval does not use `max_tokens`"),
     ({"data": None, "task": "needle_single"}, "needle_single needs `max_tokens`"),
+    ({"data": None, "task": "needle_single", "max_tokens": 200, "pairs": [2, 2]}, "does not use `pairs`"),
     ({"data": None, "task": "needle_multi_key", "max_tokens": 300, "pairs": [2, 17]}, "takes 2 to 16 `pairs`"),
     ({"questions": 2}, "x.jsonl does not use `questions`"),
     ({"train_eos": True}, "x.jsonl does not use `train_eos`: remove it, or set `data.end`"),

@@ -33,17 +33,16 @@ class MultiHop(Probe):
         """Generate shuffled lines, and a question whose answer is `hops` lines away. The choices are all numbers.
 
         Raises:
-            ProbeError: `hops` is less than 2; or `pairs` is too small for two chains, or exceeds the keys or numbers.
+            ProbeError: `hops` is less than 2, or `pairs` is too small for two chains.
         """
-        pairs, hops, known = options.pairs, options.hops, key_words(split)
+        pairs, hops = options.pairs, options.hops
         if hops < 2:
             raise ProbeError("hops", hops, "One hop is kv_retrieval. Use 2 or more.")
         chains, rest = divmod(pairs, hops)
-        most = min(len(known), NUM_VALUES * hops)
-        if chains < 2 or pairs > most or chains + rest > NUM_VALUES:
-            hint = f"With {hops} hops, two chains need {2 * hops} lines. Use {2 * hops} to {most}."
+        if chains < 2:
+            hint = f"With {hops} hops, two chains need {2 * hops} lines. Use {2 * hops} to {NUM_VALUES}."
             raise ProbeError("pairs", pairs, hint)
-        keys = rng.sample(known, pairs)
+        keys = rng.sample(key_words(split), pairs)
         numbers = tuple(str(n) for n in rng.sample(range(NUM_VALUES), chains + rest))
         lines = []
         for chain in range(chains):

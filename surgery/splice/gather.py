@@ -159,8 +159,8 @@ def _fill_delay_line(mixer: nn.Module, draw: Draw, constant: Tensor) -> None:
     for name, rows in (("x", x), ("B", B)):
         rows.copy_(draw.normal(name, len(rows), channels))
     mixer.conv1d.weight.zero_()
-    lags = 1 + torch.arange(I, device=draw.device) % max(1, K - 1) if K > 1 else torch.zeros(I, dtype=torch.long)
-    mixer.conv1d.weight[torch.arange(I, device=draw.device), 0, K - 1 - lags.to(draw.device)] = 1
+    channel = torch.arange(I, device=draw.device)
+    mixer.conv1d.weight[channel, 0, K - 2 - channel % (K - 1) if K > 1 else 0] = 1
     mixer.conv1d.weight[I:, 0, K - 1] = 1  # B and C: the token itself
     steps = draw.uniform("dt_bias", mixer.num_heads, math.log(1e-3), math.log(1e-1)).exp()
     mixer.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus

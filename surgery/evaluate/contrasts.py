@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from surgery.stats import bootstrap_mean, holm, mcnemar, resampled_counts
 
-LEVEL = 0.05
 Flags = NDArray[np.bool_]
 
 
@@ -61,7 +60,7 @@ def contrasts(
             by_task |= dict(zip(tasks, contrast(arm_CN, reference_CN, seed), strict=True))
         table.setdefault(arm, {})[reference] = {task: by_task[task] for task in correct[arm]}
     rows = [row for by_arm in table.values() for by_task in by_arm.values() for row in by_task.values()]
-    for row, rejected in zip(rows, holm([row["p_two_sided"] for row in rows], LEVEL), strict=True):
+    for row, rejected in zip(rows, holm([row["p_two_sided"] for row in rows]), strict=True):
         row["significant"] = rejected
     return table
 

@@ -200,7 +200,7 @@ def compare_arms(arms: Mapping[str, Arm], seed: int = 0) -> dict[str, Any]:
     pairs += [("hybrid", reference) for reference in references]
     comparisons: dict[str, Any] = {"comparisons": contrasts(flags, pairs, seed)}
     if "teacher" in flags and "hybrid" in flags:
-        control = flags.get("no_splice", flags["base"])
+        control = flags["no_splice" if "no_splice" in flags else "base"]
         comparisons["gap_closed"] = {
             task: gap_closed(hybrid, control[task], flags["teacher"][task], seed)
             for task, hybrid in flags["hybrid"].items()

@@ -71,16 +71,17 @@ def fill_values(u_BTI: Tensor, batch: EncodedBatch, fill: Fill, owner_B: Tensor 
     """
     if fill == "zero":
         return None
-    real_BT1 = batch.attention_mask.bool()[..., None]
+    real_BT = batch.attention_mask.bool()
     if fill == "mean":
-        total_TI, count_T1 = (u_BTI * real_BT1).sum(0), real_BT1.sum(0).clamp(min=1)
-        return (total_TI / count_T1).to(u_BTI.dtype).expand_as(u_BTI)
-    other, is_filled = u_BTI, torch.zeros_like(real_BT1)
-    owner_B = torch.arange(len(batch), device=u_BTI.device) if owner_B is None else owner_B
+        total_TI, count_T = (u_BTI * real_BT[..., None]).sum(0), real_BT.sum(0).clamp(min=1)
+        return (total_TI / count_T[:, None]).to(u_BTI.dtype).expand_as(u_BTI)
+    row_B = torch.arange(len(batch), device=u_BTI.device)
+    owner_B = row_B if owner_B is None else owner_B
+    other_BT, is_filled_BT = row_B[:, None].expand_as(real_BT), torch.zeros_like(real_BT)
     for shift in range(1, len(batch)):
-        takes = real_BT1.roll(-shift, 0) & ~is_filled & (owner_B.roll(-shift) != owner_B)[:, None, None]
-        other, is_filled = torch.where(takes, u_BTI.roll(-shift, 0), other), is_filled | takes
-    return other
+        takes_BT = real_BT.roll(-shift, 0) & ~is_filled_BT & (owner_B.roll(-shift) != owner_B)[:, None]
+        other_BT, is_filled_BT = torch.where(takes_BT, row_B.roll(-shift)[:, None], other_BT), is_filled_BT | takes_BT
+    return u_BTI.gather(0, other_BT[..., None].expand_as(u_BTI))
 
 
 @contextmanager

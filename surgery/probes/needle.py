@@ -128,16 +128,17 @@ def _haystack(
 ) -> dict[tuple[str, str], tuple[Span, Span]]:
     """Write the sentences with the needles between them. Return the spans of each needle and its number."""
     order = sorted(range(len(hidden)), key=lambda i: (round(places[i] * len(hay)), i))
-    spans, waiting = {}, list(order)
+    spans, waiting, separator = {}, list(order), ""
     for line in range(len(hay) + 1):
         while waiting and round(places[waiting[0]] * len(hay)) == line:
             key, number = hidden[waiting.pop(0)]
-            if not writer.text.endswith("\n"):
-                writer.add(" ")
+            writer.add(separator)
             opening = f"One of the special magic numbers for {key} is:{before}"
             spans[key, number] = writer.add_segment(opening, number, ".")
+            separator = " "
         if line < len(hay):
-            writer.add(hay[line] if writer.text.endswith("\n") else f" {hay[line]}")
+            writer.add(separator + hay[line])
+            separator = " "
     return spans
 
 

@@ -44,7 +44,8 @@ def test_a_known_speed_divides_the_flops_and_other_programs_make_it_uncertain(
 def test_small_steps_are_timed(base: str, tmp_path: Path) -> None:
     """With several stages, each has its own time. Nothing is written."""
     stage = {"sources": recipe(base).model_dump(mode="json")["train"]["sources"]}
-    stages = [{**stage, "name": "a", "steps": 30}, {**stage, "name": "b", "steps": 50}]
+    text = {"base_text": 4, "max_tokens": 16, "rows": 1, "weights": {"base_kl": 1.0}}  # nothing has written it
+    stages = [{**stage, "name": "a", "steps": 30}, {"name": "b", "steps": 50, "sources": [*stage["sources"], text]}]
     time = dry_run(recipe(base, train={"stages": stages}), tmp_path / "r")["time"]
     assert time["measured_on"] == "cpu" and 0 < time["step"] < 30
     assert time["step"] * 30 * 2 <= time["seconds"] <= time["step"] * 80 * 2 + 1e-9

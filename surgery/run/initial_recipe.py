@@ -181,10 +181,10 @@ def _splice(draft: _Draft, found: Findings) -> None:
         draft.set("splice.min_width", None, why)
     why, count = "One head to begin with.", 1
     if found.share is not None and not found.is_small:
-        why, count = f"{_SPREAD}: retrieval is spread over several heads.", min(4, found.heads)
+        why, count = f"{_SPREAD}: retrieval is spread over several heads.", min(8, found.heads)
     if count > 1:
         draft.set("splice.output", "copy", "What a new head reads is what its SSM head would put out, from the start.")
-    draft.set("splice.num_heads", count, f"{why} Compare: surgery sweep THIS_FILE splice.num_heads=0,1,2,4")
+    draft.set("splice.num_heads", count, f"{why} Compare: surgery sweep THIS_FILE splice.num_heads=0,1,2,4,8")
 
 
 def _train(draft: _Draft, found: Findings) -> None:

@@ -124,7 +124,7 @@ def test_large_bases_train_new_heads_which_first_learn_to_read(monkeypatch: pyte
         assert {key: getattr(recipe.train, key) for key in expected} == expected
         assert recipe.train.num_all_steps == steps and not recipe.train.has_control
         assert [stage.trainable for stage in recipe.train.sequence] == ["reads", "new_heads"]
-        assert recipe.splice is not None and (recipe.splice.num_heads, recipe.splice.output) == (4, "copy")
+        assert recipe.splice is not None and (recipe.splice.num_heads, recipe.splice.output) == (8, "copy")
         assert "Memory: about 1.0 GiB" in " ".join(text.replace("#", "").split())
 
 

@@ -28,7 +28,7 @@ from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Splice
 from surgery.splice.insertion import insert_layers
-from surgery.splice.plan import check_state_size, hybrid_config, splice_field
+from surgery.splice.plan import check_not_spliced, check_state_size, hybrid_config, splice_field
 from surgery.splice.source import HeadSource, donor_of
 from surgery.splice.state_size import StateCut
 from surgery.types import Graft, Plan
@@ -63,9 +63,10 @@ def splice_model(
         the base's bit for bit. With `form: block` or `pair` it is a Nemotron-H (`insert_layers`).
 
     Raises:
-        PlanError: the plan was made for another geometry, the cut is not the section's, or `splice_field` or the
-            branch's `fill` fails.
+        PlanError: the model is a hybrid, the plan was made for another geometry, the cut is not the section's, or
+            `splice_field` or the branch's `fill` fails.
     """
+    check_not_spliced(model.config)  # the base's plan fits it too, and its trained heads would be lost
     section = section or plan.section
     if any(graft.form != "head" for graft in plan.grafts):
         return insert_layers(model, plan, section)

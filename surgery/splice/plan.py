@@ -36,16 +36,21 @@ def make_plan(
     Args:
         head_set: located heads. `chosen` has the heads to splice, with the position that each one reads.
         config: config of the model to splice.
-        splice: the recipe's section `splice`.
+        splice: the recipe's section `splice`, as for `locate_heads`, which has chosen the heads with it.
         seed: seed for random branches.
         teacher: with `init: teacher`, config of the teacher.
 
     Raises:
         PlanError: no head is chosen; the heads were located in a model of another geometry or are out of range; the
-            model is a hybrid; the teacher has no such head or another width; the branch cannot be exported; or the
-            state cannot be cut to `splice.state_size`.
+            model is a hybrid; the teacher has no such head or another width; the branch cannot be exported; the state
+            cannot be cut to `splice.state_size`; or `splice` asks for other heads than were chosen.
     """
     splice = splice or Splice()
+    chosen = [str(scored.head) for scored in head_set.chosen]
+    wanted = splice.num_heads if "num_heads" in splice.model_fields_set else len(chosen)
+    if chosen and (chosen != [*splice.heads] if splice.heads else len(chosen) != wanted):
+        hint = "splice.heads or splice.num_heads asks for others. Locate with this section `splice`: it chooses them."
+        raise PlanError("heads.json chosen", ", ".join(chosen), hint)
     hybrid = family_of(config).hybrid
     shipped = [("splice.init", splice.init, branch_of(splice.init))]
     for field, value, cls in [*shipped, *([("base.model", config.model_type, hybrid[0])] if hybrid else [])]:

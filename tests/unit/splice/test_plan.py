@@ -56,6 +56,18 @@ class TestMakePlan:
         with pytest.raises(PlanError, match=r"^heads\.json chosen: \[\]\. No head is chosen"):
             make_plan(chosen(), pico_config())
 
+    @each("section", [{"num_heads": 3}, {"select": "list", "heads": ["L2H0"]}])
+    def test_a_section_that_asks_for_other_heads_is_refused(self, section: dict[str, Any]) -> None:
+        """`locate_heads` chooses: the plan would have its head without a word."""
+        with pytest.raises(PlanError, match=r"^heads\.json chosen: L1H2\. splice\.heads or splice\.num_heads"):
+            make_plan(chosen("L1H2"), pico_config(), Splice.model_validate(section))
+
+    def test_a_hybrid_is_not_spliced_again(self) -> None:
+        """The plan fits it too: its trained heads would be replaced by new ones."""
+        plan = make_plan(chosen("L1H2"), pico_config())
+        with pytest.raises(PlanError, match=r"The model is a hybrid already"):
+            splice_model(splice_model(pico_base(), plan), plan)
+
     def test_heads_of_another_model_are_refused(self) -> None:
         with pytest.raises(PlanError, match=r"heads\.json geometry.*Locate again"):
             make_plan(chosen("L1H2"), pico_config(n_groups=2))

@@ -139,8 +139,8 @@ def _locate(draft: _Draft, found: Findings) -> None:
     if methods:
         draft.set("locate.methods", methods)
     draft.set("locate.examples", examples, why)
-    speeds = ", ".join(f"{size}: {speed:.0f}" for size, speed in found.speeds.items())
-    draft.set("locate.batch_size", batch_size, f"Prompts a second by batch size: {speeds}.")
+    speeds = ", ".join(f"{size}: {1 / speed:.2g}" for size, speed in found.speeds.items())
+    draft.set("locate.batch_size", batch_size, f"Seconds a prompt by batch size: {speeds}.")
 
 
 def _why_pairs(found: Findings) -> str:

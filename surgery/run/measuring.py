@@ -140,7 +140,7 @@ def measure_base(model: str, data: str | None, tokenizer: str | None, trust_remo
         longest = prober.documents(form, max(sizes), 64)
         room = machine.memory // 2
         batch_size, speeds = try_batch_sizes(lambda n: prober.answered(longest[:n], n), loaded.device, room)
-        say(f"batch size {batch_size}: " + ", ".join(f"{n}: {speed:.0f} prompts/s" for n, speed in speeds.items()))
+        say(f"batch size {batch_size}: " + ", ".join(f"{n}: {1 / speed:.2g} s a prompt" for n, speed in speeds.items()))
         sentences = [PROBES["perplexity"].generate(rng_of("init", 0, i), "eval", Options()) for i in range(_SENTENCES)]
         nats = perplexity(loaded, words, sentences, START)
         say(f"perplexity of {_SENTENCES} sentences: {nats:.3g}")

@@ -59,7 +59,7 @@ def test_what_was_measured_is_in_the_recipe_and_its_comments() -> None:
     assert (recipe.locate.pairs, recipe.locate.filler, recipe.evaluate.batch_size) == (12, (0, 20), 8)
     assert recipe.splice is not None and recipe.splice.select == "patching"
     assert "the base answers .81 of 48 prompts (.95 of 8, .50 of 24)" in " ".join(text.replace("#", "").split())
-    assert comment_above(text, "batch_size") == "# Prompts a second by batch size: 4: 50, 8: 80."
+    assert comment_above(text, "batch_size") == "# Seconds a prompt by batch size: 4: 0.02, 8: 0.013."
     assert "too few words" in text
     tasks = {entry.result_name: entry.pairs for entry in recipe.evaluate.tasks if entry.pairs}
     assert tasks == {"kv_retrieval": (6, 12, 24, 48), "adjacent_pairs": (24,), "records": (8,)}

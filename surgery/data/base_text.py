@@ -8,7 +8,7 @@ over texts (sequence-level distillation, arXiv 1606.07947; LLM-QAT, arXiv 2305.1
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ def write_texts(
             texts += tokenizer.batch_decode(generate_with(model, settings, first, torch.ones_like(first)))
             if progress is not None:
                 progress(len(texts), count)
+    save_texts(path, texts)
+
+
+def save_texts(path: Path, texts: Sequence[str]) -> None:
+    """Write texts as the JSONL file that sources with `base_text` read."""
     write_text(path, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
 
 

@@ -20,7 +20,7 @@ from surgery.stats import bootstrap_mean, holm, means_are_positive
 from surgery.types import Interval, Role
 
 Array = NDArray[np.float64]
-_SHARE = 0.05  # of the lead, which a head with a role carries at least. With 256 prompts every fifth head loses some
+_SHARE = 0.05  # of the lead, which a head with a role carries at least. With 256 prompts every sixth head loses some
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.data.base_text import stand_in
+from surgery.data.base_text import save_texts, stand_in
 from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import ModelError, SurgeryError
 from surgery.export.chat_template import with_chat_template
@@ -295,13 +294,13 @@ def _timed(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, plan: Plan, hybri
     train = recipe.train.model_copy(update={"check_every": None, "trackers": (), "stages": stages})
     accelerator = make_accelerator()
     frozen = _random(base()).to(accelerator.device) if "base.logits" in train.needs else None
+    model = _random(hybrid())
     with TemporaryDirectory() as scratch:
         texts = Path(scratch, "texts.jsonl")
         if train.base_texts is not None:
             count, tokens = train.base_texts
-            texts.write_text(count * (json.dumps({"text": stand_in(tokenizer, tokens).text}) + "\n"), encoding="utf-8")
-        given = (frozen, recipe.seed, None, accelerator)
-        history = train_model(_random(hybrid()), tokenizer, train, plan, *given, texts=texts)
+            save_texts(texts, [stand_in(tokenizer, tokens).text] * count)
+        history = train_model(model, tokenizer, train, plan, frozen, recipe.seed, None, accelerator, texts=texts)
     entries = [history[i : i + STEPS] for i in range(0, len(history), STEPS)]
     return [statistics.median(entry["seconds"] for entry in stage[1:]) for stage in entries]
 

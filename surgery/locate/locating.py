@@ -203,7 +203,7 @@ def check_clean(table: Table, section: Locate, chance: float) -> None:
             "Use questions that it answers.",
             "Use harder questions.",
         )
-    value = f"{what} (clean accuracy {accuracy.value:.2f})"
+    value = f"{what} (clean accuracy {accuracy.value:.2f} of {len(right)} prompts)"
     if accuracy.low <= chance:
         raise ProbeError(field, value, f"The base is at chance, so all heads look alike. {easier}")
     if accuracy.value > 0.99:

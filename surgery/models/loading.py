@@ -63,11 +63,13 @@ _TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
 SLOW_TOKENIZER = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
-def _names_its_field(load: Callable[[Base], T]) -> Callable[[Base], T]:
-    """Decorator of a loader. Errors name `base.field` where the loader says `base.model` or `base.tokenizer`."""
+def _loader(load: Callable[[Base], T]) -> Callable[[Base | str | Path], T]:
+    """Decorator of a loader. It takes a folder or Hub id too, and names `base.field` in errors."""
 
     @wraps(load)
-    def loader(base: Base) -> T:
+    def loader(base: Base | str | Path) -> T:
+        if not isinstance(base, Base):
+            base = Base(model=str(base))
         if base.field == "base.model":
             return load(base)
         with naming(base.field, "base.model"), naming(base.field, "base.tokenizer"):
@@ -76,7 +78,7 @@ def _names_its_field(load: Callable[[Base], T]) -> Callable[[Base], T]:
     return loader
 
 
-@_names_its_field
+@_loader
 def open_checkpoint(base: Base) -> StoredModel:
     """Load and check the config of a checkpoint, without its weights.
 
@@ -169,15 +171,18 @@ def _with_channels(config: PreTrainedConfig, base: Base) -> PreTrainedConfig:
     return config
 
 
-@_names_its_field
+@_loader
 def load_config(base: Base) -> PreTrainedConfig:
     """Load the config of a checkpoint. Raises ModelError as `open_checkpoint`."""
     return open_checkpoint(base).config
 
 
-@_names_its_field
+@_loader
 def load_model(base: Base) -> PreTrainedModel:
     """Load a model in eval mode on the CPU, in `base.dtype`.
+
+    Args:
+        base: the recipe's section `base`; or a folder or Hub id, which is loaded in fp32.
 
     Raises:
         ModelError: as `open_checkpoint`; files are damaged; tensors are missing, unexpected or misshapen (lists their
@@ -228,7 +233,7 @@ def _refuse_larger(stored: StoredModel, model: PreTrainedModel) -> None:
         raise ModelError("base.model", value, CONFIG_HINT)
 
 
-@_names_its_field
+@_loader
 def check_finite(base: Base) -> None:
     """Check the weight files of a model, one tensor at a time, before it is loaded.
 
@@ -256,7 +261,7 @@ def _of_run(base: Base) -> Base:
     return base.model_copy(update={"tokenizer": str(run / "export") if (run / "export").is_dir() else of_base})
 
 
-@_names_its_field
+@_loader
 def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     """Load the tokenizer from `base.tokenizer`, or from the model. Sets a padding token if it has none.
 
@@ -314,7 +319,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
         raise ModelError("base.tokenizer", value, hint)
 
 
-@_names_its_field
+@_loader
 def revision_of(base: Base) -> str:
     """Identify the weights: by the commit of a Hub id, or by a hash of a folder's files."""
     folder = Path(local_path(base.model))

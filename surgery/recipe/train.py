@@ -262,7 +262,9 @@ class Train(TrainStage):
         description="Processes that prepare the documents of the next steps; 0 prepares each when it is needed. By "
         "default none on a CPU, and on a GPU the free cores less one, at most 8. Does not change the weights.",
     )
-    save_every: Positive = Field(50, description="Steps between checkpoints to resume from.")
+    save_every: Positive = Field(
+        50, description="Steps between checkpoints to resume from. One process also saves after five minutes."
+    )
     check_every: Positive | None = Field(
         None, description="Steps between measurements of held-out KV accuracy. By default it is not measured."
     )

@@ -51,6 +51,7 @@ from surgery.train.targets import Targets, logits_at
 
 History = list[dict[str, float]]
 OnStep = Callable[[int, History], None]
+MOST_SECONDS = 300  # between two checkpoints, where steps are slow
 _LOG = logging.getLogger(__name__)
 _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
@@ -113,7 +114,8 @@ class StageTrainer:
         # A GPU computes a step while the host prepares the next one: its losses are read one step later.
         on_gpu = self.accelerator.device.type == "cuda"
         waits = not on_gpu or self.stage.plateau is not None
-        began = time.perf_counter()
+        alone = self.accelerator.num_processes == 1  # several would have to agree on the time
+        began = saved = time.perf_counter()
         with closing(steps_of(self.documents, range(self.start, num_steps), self._workers(), pin=on_gpu)) as steps:
             for step, micro_batches in enumerate(steps, self.start):
                 if step == num_steps:  # after a plateau
@@ -126,7 +128,8 @@ class StageTrainer:
                     group["lr"] = group["peak_lr"] * factor
                 names, values = self._gradients(micro_batches, step)
                 losses = StepLosses(before + step + 1, names, values)
-                saves = self.folder is not None and step > self.start and step % self.section.save_every == 0
+                due = step % self.section.save_every == 0 or (alone and began - saved > MOST_SECONDS)
+                saves = self.folder is not None and step > self.start and due
                 if waits or saves or step == self.start:
                     log.read()
                     log.check(losses)  # before the weights are updated
@@ -134,6 +137,7 @@ class StageTrainer:
                     self.adapters.check_gradients()
                 if saves:  # these weights have a finite loss
                     self._save(step)
+                    saved = time.perf_counter()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 losses.seconds = time.perf_counter() - began

@@ -320,7 +320,7 @@ def test_own_prompts_are_measured_with_generated_ones(tmp_path: Path) -> None:
     section = Locate(methods=("query", "patching", "sharpen"), pairs=4, batch_size=4, data=data, generated=3)
     heads = locate_heads(pico_base(vocab_size=len(pico_tokenizer())), pico_tokenizer(), section, any_accuracy=True)
     assert {scored.scores["query"].n for scored in heads.heads} == {len(rows) + 3}
-    with pytest.raises(ProbeError, match=r"locate.data: .*own.jsonl \(clean accuracy 0\.\d\d\)"):
+    with pytest.raises(ProbeError, match=r"locate.data: .*own.jsonl \(clean accuracy 0\.\d\d of \d+ prompts\)"):
         locate_heads(
             pico_base(vocab_size=len(pico_tokenizer())), pico_tokenizer(), section.model_copy(update={"generated": 0})
         )

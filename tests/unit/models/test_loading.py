@@ -185,7 +185,8 @@ def test_a_tokenizer_beside_the_model_and_none(tmp_path: Path) -> None:
     assert_refused(folder, "base.tokenizer", "There is no tokenizer", load=load_tokenizer)
     for file in BASE.glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
-    assert load_tokenizer(base_of(folder))("a 7")["input_ids"] == load_tokenizer(base_of(BASE))("a 7")["input_ids"]
+    assert load_tokenizer(folder)("a 7")["input_ids"] == load_tokenizer(base_of(BASE))("a 7")["input_ids"]
+    assert load_model(str(folder)).config.name_or_path == str(folder)
     with pytest.raises(ModelError, match=r"^base\.tokenizer: .*Use the id in it: a/b\."):
         load_tokenizer(Base(model=str(folder), tokenizer="https://huggingface.co/a/b"))
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"\x1b[2J": "x"}}))

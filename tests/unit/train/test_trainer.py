@@ -85,6 +85,13 @@ def test_a_control_without_grafts_is_not_supervised() -> None:
     assert history[0]["base_kl"] == pytest.approx(0, abs=1e-5)
 
 
+def test_slow_steps_are_saved_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, saved in ((math.inf, []), (0, ["step_000001", "step_000002"])):
+        monkeypatch.setattr(module, "MOST_SECONDS", most)
+        trainer(tmp_path, section(3, save_every=50)).run()
+        assert [path.name for path in checkpoints(tmp_path)] == saved
+
+
 def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The answers' loss is not a number at the `at`-th step, although its gradient is finite."""
     calls: list[int] = []

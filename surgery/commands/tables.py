@@ -121,7 +121,8 @@ def _print_memory(estimate: dict[str, Any]) -> None:
     count, each = (f"{fits['count']} x ", " each") if fits["count"] > 1 else ("", "")
     out.print(f"{count}{fits['gpu']}, {fits['memory_gib']:g} GiB{each}: {verdict}.")
     if not fits["fits"]:
-        out.print("Set a smaller train.micro_batch.")
+        alone = "One document is too long: shorten it, or set train.gradient_checkpointing."
+        out.print(alone if largest["rows"] == 1 else "Set a smaller train.micro_batch.")
 
 
 def print_model(name: str, config: Any, model: Any) -> None:

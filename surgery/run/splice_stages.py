@@ -13,7 +13,7 @@ from surgery.models.loading import check_finite
 from surgery.recipe import Recipe, as_base
 from surgery.run.context import STATE, Run, located_prompts, own_located_prompts, sample_batch
 from surgery.run.stage import PROMPTS, Stage
-from surgery.splice.graft import check_kept, splice_model, step_zero_gap
+from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import check_base, make_plan
 from surgery.splice.state_size import StateCut, choose_channels, cut_to_json, state_contributions
 from surgery.types import to_json
@@ -64,9 +64,9 @@ class SpliceStage(Stage):
     def work(self, run: Run, key: str) -> None:
         plan = run.plan()
         run.save(splice_model(run.base(), plan, run.recipe.splice, run.teacher(), _choose_state(run)), "spliced")
-        hybrid, batch = run.model("spliced"), sample_batch(run, 8)  # from its files, as it will be trained
-        check_kept(run.base(), hybrid, plan, batch.input_ids, batch.attention_mask)
-        gap = step_zero_gap(run.base(), hybrid, batch.input_ids, batch.attention_mask)
+        hybrid = run.model("spliced")  # from its files, as it will be trained
+        batch = sample_batch(run, min(8, run.recipe.locate.batch_size))
+        gap = step_zero_gap(run.base(), hybrid, plan, batch.input_ids, batch.attention_mask)
         write_json(run.folder / "splice.json", {"max_logit": gap.max_logit, "kl": gap.kl, "same_top": gap.same_top})
 
 

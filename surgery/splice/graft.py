@@ -7,7 +7,7 @@ these rows and their short convolutions. In Mamba-1 it reads the mixer's B, C an
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -213,30 +213,18 @@ class Gap:
 
 
 @torch.no_grad()
-def step_zero_gap(base: PreTrainedModel, hybrid: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Gap:
-    """Compare base and hybrid on the same prompts. With `mode: add` and `output: zero` the gap is exactly zero.
-
-    With `mode: replace` it is not zero, since softmax attention differs from the recurrence. The silenced head also
-    contributes to the mean square of the gated norm, which scales the other heads.
-
-    Args:
-        input_ids, attention_mask: (B,T) the prompts.
-    """
-    a, b = _logits_of_both(base, hybrid, input_ids, attention_mask)
-    log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
-    kl = (log_a.exp() * (log_a - log_b)).sum(-1).mean()
-    same = (a.argmax(-1) == b.argmax(-1)).float().mean()
-    return Gap(float((a - b).abs().max()), float(kl), float(same))
-
-
-@torch.no_grad()
-def check_kept(
+def step_zero_gap(
     base: PreTrainedModel, hybrid: PreTrainedModel, plan: Plan, input_ids: Tensor, attention_mask: Tensor
-) -> None:
-    """Check that the hybrid computes what the base does, apart from what the splice changes on purpose.
+) -> Gap:
+    """Compare base and hybrid before training, and check that they differ where the splice changes them alone.
 
-    Heads that replace others or add copies, and a state that is cut, change what their layers add to the stream. These
-    layers add what the base's do instead, so that all else is compared: embeddings, other layers, norms and head.
+    With `mode: add` and `output: zero` the gap is exactly zero. With `mode: replace` it is not, since softmax attention
+    differs from the recurrence, and the silenced head contributes to the mean square of the gated norm, which scales
+    the other heads.
+
+    The check: heads that replace others or add copies, and a state that is cut, change what their layers add to the
+    stream. These layers add what the base's do instead, so that all else is compared: embeddings, other layers, norms
+    and head.
 
     Args:
         base, hybrid: as loaded from their folders.
@@ -244,7 +232,7 @@ def check_kept(
         input_ids, attention_mask: (B,T) real prompts.
 
     Raises:
-        PlanError: a logit differs by more than rounding.
+        PlanError: a logit of the check differs by more than rounding.
     """
     heads = [graft for graft in plan.grafts if graft.form == "head"]
     layers = {
@@ -254,49 +242,36 @@ def check_kept(
     }
     if getattr(hybrid.config, BASE_STATE_SIZE, None) is not None:
         layers = {spec.layer for spec in family_of(base.config).mixers(base.config) if spec.is_ssm}
-    a, b = _logits_of_both(base, hybrid, input_ids, attention_mask, layers)
-    apart, rounding = float((a - b).abs().max()), _ROUNDING if base.dtype == torch.float32 else _ROUNDING_IN_HALF
+    added: dict[int, Tensor] = {}
+
+    def keep(layer: int, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        added[layer] = (output[0] if isinstance(output, tuple) else output) - _stream(args, kwargs)
+
+    def add(layer: int, _: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        stream = _stream(args, kwargs) + added[layer]
+        return (stream, *output[1:]) if isinstance(output, tuple) else stream
+
+    def logits(model: PreTrainedModel, hook: Callable[..., Any], hooked: Collection[int]) -> Tensor:
+        """Logits of the N real tokens, (N,V) in fp32, with a hook on the blocks of some layers."""
+        spec = family_of(base.config).mixers(base.config)[0]
+        with ExitStack() as hooks, requires_grad(False, model):
+            for layer in hooked:
+                block = block_of(model, layer, spec)
+                hooks.callback(block.register_forward_hook(partial(hook, layer), with_kwargs=True).remove)
+            output = model(input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return output[attention_mask.bool()].float()
+
+    a, kept = logits(base, keep, layers), logits(hybrid, add, layers)
+    apart, rounding = float((a - kept).abs().max()), _ROUNDING if base.dtype == torch.float32 else _ROUNDING_IN_HALF
     if not apart <= rounding * float(a.abs().max()):
         value = f"its logits differ from the base's by up to {apart:.2g} before training, which rounding does not"
         hint = "The weights and config.json of base.model disagree, such as lm_head.weight and tie_word_embeddings."
         raise PlanError("the hybrid", value, f"{hint} Correct them.")
-
-
-def _logits_of_both(
-    base: PreTrainedModel,
-    hybrid: PreTrainedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    layers: Collection[int] = (),
-) -> tuple[Tensor, Tensor]:
-    """Logits of base and hybrid on the N real tokens, (N,V) in fp32.
-
-    Args:
-        layers: the hybrid's blocks that add to the stream what the base's do.
-    """
-    added: dict[int, Tensor] = {}
-
-    def keep(layer: int, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        added[layer] = (output[0] if isinstance(output, tuple) else output) - _stream(args, kwargs)
-
-    def add(layer: int, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        stream = _stream(args, kwargs) + added[layer]
-        return (stream, *output[1:]) if isinstance(output, tuple) else stream
-
-    spec = family_of(base.config).mixers(base.config)[0]
-    hooks = [
-        block_of(model, layer, spec).register_forward_hook(lambda _, *a, i=layer, f=call: f(i, *a), with_kwargs=True)
-        for model, call in ((base, keep), (hybrid, add))
-        for layer in layers
-    ]
-    real = attention_mask.bool()
-    try:
-        with requires_grad(False, base, hybrid):
-            a, b = (m(input_ids, attention_mask=attention_mask, use_cache=False).logits for m in (base, hybrid))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return a[real].float(), b[real].float()
+    b = logits(hybrid, add, ()) if layers else kept
+    log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+    kl = (log_a.exp() * (log_a - log_b)).sum(-1).mean()
+    same = (a.argmax(-1) == b.argmax(-1)).float().mean()
+    return Gap(float((a - b).abs().max()), float(kl), float(same))
 
 
 def _stream(args: tuple, kwargs: dict[str, Any]) -> Tensor:

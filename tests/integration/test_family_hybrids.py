@@ -26,7 +26,7 @@ from surgery.models.loading import load_model
 from surgery.models.lookup import geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad
 from surgery.recipe import Base, Optimizer, Splice, Train
-from surgery.splice.graft import check_kept, splice_model
+from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.train.optimizer import adamw, mark_trainable, spliced_parameters
 from surgery.train.targets import Targets
 from surgery.train.trainer import StageTrainer
@@ -83,7 +83,7 @@ def test_a_splice_adds_to_the_base_or_silences_its_heads(name: str) -> None:
             assert not found.any() if head in silenced else torch.equal(found, expected), (init, head)
 
     copying = splice_model(model, plan_of(model), Splice(min_width=None, output="copy"))
-    check_kept(model, copying, plan_of(model), batch.input_ids, batch.attention_mask)
+    step_zero_gap(model, copying, plan_of(model), batch.input_ids, batch.attention_mask)
     copies = copying.state_dict()
     added, replacing = (spliced(model, mode).state_dict() for mode in ("add", "replace"))
     for key, weight in copies.items():

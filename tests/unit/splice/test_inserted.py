@@ -87,7 +87,7 @@ class TestStepZero:
         allowed = 2e-6 * float(of_base.abs().max()) if form in ("side", "copies") else 0.0
         assert torch.allclose(of_hybrid, of_base, rtol=0, atol=allowed)
         ids, mask = pad([tokens(1, 9)[0], tokens(1, 21)[0]], "left")
-        gap = step_zero_gap(base(**config), hybrid, ids, mask)
+        gap = step_zero_gap(base(**config), hybrid, planned(base(**config), form), ids, mask)
         assert gap.max_logit <= max(1e-6, allowed) and gap.same_top == 1
 
     def test_small_steps_of_dt_stay_small(self) -> None:

@@ -6,6 +6,7 @@ with the reason in the result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -126,8 +127,15 @@ def _metrics(lm: HFLM, manager: TaskManager, task: str, section: LmEval) -> dict
     )
     results: Mapping[str, Mapping[str, Any]] = output["results"] | output.get("groups", {})
     counts = output["n-samples"]
-    metrics = {}
-    for name, row in results.items():
-        numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
-        metrics[name] = numbers | ({"n": counts[name]["effective"]} if name in counts else {})
-    return metrics
+    return {
+        name: finite_metrics(row) | ({"n": counts[name]["effective"]} if name in counts else {})
+        for name, row in results.items()
+    }
+
+
+def finite_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of a task. Scores that are not finite, as of a model that has diverged, are listed in `skipped`."""
+    numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
+    lost = [f"{key} is {value}" for key, value in numbers.items() if not math.isfinite(value) and "_stderr" not in key]
+    finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
+    return finite | ({"skipped": ", ".join(lost)} if lost else {})

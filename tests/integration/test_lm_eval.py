@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from surgery.data.generation import answer_batches, generate_answers
 from surgery.errors import RecipeError
 from surgery.evaluate import lm_eval as harness
-from surgery.evaluate.lm_eval import check_tasks, run_lm_eval
+from surgery.evaluate.lm_eval import check_tasks, finite_metrics, run_lm_eval
 from surgery.evaluate.lm_eval_files import lm_eval_groups, tasks_folder
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
@@ -82,6 +83,17 @@ def test_a_task_that_lm_eval_does_not_have_is_refused_with_the_nearest(monkeypat
     check_tasks(LmEval(tasks=("surgery_copying_8", "winogrande")))
     with pytest.raises(RecipeError, match=r"evaluate\.lm_eval\.tasks: winogrand\. .*Did you mean winogrande\?"):
         check_tasks(LmEval(tasks=("surgery_copying_8", "winogrand")))
+
+
+def test_scores_that_are_no_number_are_listed_as_skipped() -> None:
+    row = {
+        "acc,none": 0.5,
+        "word_perplexity,none": math.inf,
+        "acc_stderr,none": "N/A",
+        "alias": "x",
+        "f1_stderr,none": math.nan,
+    }
+    assert finite_metrics(row) == {"acc,none": 0.5, "skipped": "word_perplexity,none is inf"}
 
 
 def test_without_lm_eval_every_task_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,13 @@ class Recipe(Section):
         """Whether a control is trained: the base, or with `splice: null` the model `control`."""
         return self.train.has_control and (self.splice is not None or self.control is not None)
 
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the hybrid without its spliced heads is the base: they are added to it, and nothing else trains."""
+        splice = self.splice
+        adds = splice is not None and (splice.form, splice.mode, splice.state_size) == ("head", "add", None)
+        return adds and not any(stage.trains_control for stage in self.train.sequence)
+
     def arms_of(self, stage: TrainStage) -> int:
         """Number of models that a stage trains: the control skips stages that train new heads only."""
         return 2 if self.has_control and stage.trains_control else 1

@@ -68,7 +68,8 @@ class EvaluateStage(Stage):
         twice = prompts_twice(prompts, run.tokenizer().bos_token) if recipe.evaluate.read_twice else None
         if twice is not None:
             models |= {f"{name}{READ_TWICE}": load for name, load in models.items()}
-        models |= {name: lambda: run.model("trained") for name in (HEADS_OFF, "hybrid")}
+        trained = ("hybrid",) if recipe.keeps_base else (HEADS_OFF, "hybrid")
+        models |= {name: lambda: run.model("trained") for name in trained}
         teacher, skipped = _teacher_arm(run)
         models |= teacher
         arms: dict[str, Arm] = {}

@@ -234,6 +234,19 @@ def test_a_hybrid_is_trained_further_with_a_control_if_one_is_named() -> None:
     assert not recipe("splice=null", "control={model: some/base}", "train.control=false").has_control
 
 
+def test_without_its_heads_a_hybrid_of_a_frozen_base_is_the_base() -> None:
+    new = "train.trainable=new_heads"
+    assert recipe(new).keeps_base
+    others = (
+        (),
+        (new, "splice.mode=replace"),
+        (new, "splice.state_size=4"),
+        (new, "splice=null"),
+        (new, "splice.form=block"),
+    )
+    assert not any(recipe(*more).keeps_base for more in others)
+
+
 @each("form", ["block", "pair"])
 def test_init_and_export_format_follow_the_form(form: str) -> None:
     made = recipe(f"splice.form={form}", "export.dtype=bfloat16")

@@ -65,4 +65,4 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> 
 
 def template_revision(name: str) -> str:
     """Hash of the template that `export.chat_template` names. A missing file has the hash of nothing."""
-    return fingerprint(NAMED[name]) if name in NAMED else digest(Path(name))
+    return fingerprint(NAMED[name]) if name in NAMED else digest(Path(name).expanduser())

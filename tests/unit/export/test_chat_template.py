@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from surgery.errors import RecipeError
 from surgery.export import transformers_folder
-from surgery.export.chat_template import with_chat_template
+from surgery.export.chat_template import template_revision, with_chat_template
 from surgery.export.folder import export_model
 from surgery.export.verify import verify_folder
 from surgery.models.loading import load_tokenizer
@@ -79,6 +79,13 @@ def test_plain_is_the_text_of_the_conversation() -> None:
             assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt) == before + text
         ids = tokenizer.apply_chat_template(CHAT[1:2], add_generation_prompt=True)["input_ids"]
         assert ids == plain(CHAT[1]["content"])["input_ids"], "one message: the tokens of a completion"
+
+
+def test_a_file_in_the_home_folder_has_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    missing, file = template_revision("~/chat.jinja"), tmp_path / "chat.jinja"
+    file.write_text(BASES_OWN)
+    assert missing != template_revision("~/chat.jinja") == template_revision(str(file))
 
 
 def test_what_is_no_template_is_refused(tmp_path: Path) -> None:

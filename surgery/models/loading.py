@@ -48,7 +48,7 @@ from surgery.models.config_checks import (
 from surgery.models.inserted import as_inserted, has_inserted
 from surgery.models.lookup import find_family, unknown_type
 from surgery.models.sizes import meta_model
-from surgery.models.stored import StoredModel, without_config
+from surgery.models.stored import StoredModel, names_in, without_config
 from surgery.models.tensor_faults import agreed_tensors, check_quantization, refuse_faults, refuse_not_finite
 from surgery.models.tensor_files import WEIGHTS
 from surgery.models.torch_scans import choose_by_device
@@ -247,7 +247,7 @@ def check_finite(base: Base) -> None:
 def has_tokenizer(base: Base) -> bool:
     """Whether the folder of the tokenizer has files of one. True for every id on the Hub."""
     folder = Path(local_path(base.tokenizer or base.model))
-    return not folder.is_dir() or any(folder.glob("*token*"))
+    return not folder.is_dir() or bool(names_in(folder, ("*token*", *SLOW_TOKENIZER)))
 
 
 def _of_run(base: Base) -> Base:

@@ -186,6 +186,10 @@ def test_a_tokenizer_beside_the_model_and_none(tmp_path: Path) -> None:
     for file in BASE.glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
     assert load_tokenizer(folder)("a 7")["input_ids"] == load_tokenizer(base_of(BASE))("a 7")["input_ids"]
+    parts = tmp_path / "parts"
+    pico_base().save_pretrained(parts)
+    pico_tokenizer().backend_tokenizer.model.save(str(parts))  # vocab.json and merges.txt alone
+    assert load_tokenizer(parts)("a 7")["input_ids"] == pico_tokenizer()("a 7")["input_ids"]
     assert load_model(str(folder)).config.name_or_path == str(folder)
     with pytest.raises(ModelError, match=r"^base\.tokenizer: .*Use the id in it: a/b\."):
         load_tokenizer(Base(model=str(folder), tokenizer="https://huggingface.co/a/b"))

@@ -53,7 +53,7 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
 
     Raises:
         RunError: `folder` holds the checkpoint itself or files that are no model of this toolkit, another process
-            writes into it, or the dtype is unknown.
+            writes into it, or the dtype is unknown or set for quantized weights.
         ModelError: as `open_checkpoint`; or the tensors do not fit the config.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -67,8 +67,11 @@ def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool 
 
 def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
     model: PreTrainedModel | None = None
-    has_class = type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not quantization_of(source.config)
-    if source.is_mamba_ssm or has_class:
+    method = quantization_of(source.config)
+    if method and dtype is not None:
+        hint = f"The weights are stored quantized ({method}), and no other type has their values. Remove it."
+        raise RunError("--dtype", dtype, hint)
+    if source.is_mamba_ssm or (type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not method):
         model, tensors = checked_model(source)
     else:
         tensors = source.tensors()

@@ -89,4 +89,9 @@ def test_nothing_is_left_of_a_refusal(tmp_path: Path) -> None:
     words = ("missing backbone.norm_f.weight (32,)", "backbone.layers.0.mixer.D (7,), expected (4,)")
     assert_refused(ModelError, *words, base=base, folder=tmp_path / "new")
     assert_refused(RunError, "float8", "bfloat16", base=base, folder=tmp_path / "new", dtype="float8")
+    model.config.quantization_config = {"quant_method": "fp8"}
+    state = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "own", state_dict=state)
+    words = ("--dtype: bfloat16", "quantized (fp8)", "Remove it")
+    assert_refused(RunError, *words, base=base, folder=tmp_path / "new", dtype="bfloat16")
     assert [p.name for p in tmp_path.iterdir()] == ["own"]

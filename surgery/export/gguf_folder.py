@@ -114,7 +114,7 @@ def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]
     """Check a copy as `transformers_folder.verify_copy` does, and compare model.gguf with its files."""
     if not (folder / FILE).is_file():
         raise ModelError(FILE, "missing", AGAIN)
-    report = transformers_folder.verify_copy(folder)
+    report = transformers_folder.verify_copy(folder, trust_remote_code)
     if find_spec("gguf") is None:
         skipped = f"{FILE}: its tensors, for which the package gguf is needed (pip install gguf)"
         return {**report, "not_checked": [*report["not_checked"], skipped]}

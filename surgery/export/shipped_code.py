@@ -20,6 +20,7 @@ from surgery.errors import ModelError
 from surgery.export.files import AGAIN, read_json_file, read_object, shown, visible_files
 from surgery.hybrid import CLASSES
 from surgery.hybrid.configuration_hybrid import auto_map, outside_modules
+from surgery.models.inserted import has_inserted
 
 _TRUST = "Read it first, then pass --trust-remote-code to run it."
 # JSON keys that name code to import, or files to load instead of the checked ones.
@@ -47,7 +48,7 @@ _BUILT_IN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"
 
 
 def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
-    """Compare the modules that loading the folder would import with this library's.
+    """Compare the modules that loading the folder would import with this library's. Inserted layers need none.
 
     With `trust_remote_code` any modelling files are accepted.
 
@@ -55,9 +56,9 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
         ModelError: a modelling file is missing; or, without `trust_remote_code`, the folder names or holds code that
             is not this library's.
     """
-    maps = read_object(folder, "config.json").get("auto_map")
+    maps, is_stock = read_object(folder, "config.json").get("auto_map"), has_inserted(config)
     maps = maps if isinstance(maps, Mapping) else {}
-    for name in ("AutoConfig", "AutoModelForCausalLM"):
+    for name in () if is_stock else ("AutoConfig", "AutoModelForCausalLM"):
         module = str(maps.get(name, "")).rpartition(".")[0]
         if not module or not (folder / f"{module}.py").is_file():
             value = f"auto_map.{name} names {maps.get(name) or 'nothing'}"
@@ -70,9 +71,9 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
         )
     if trust_remote_code:
         return
-    if not any(config_class is type(config) for config_class, _, _ in CLASSES):
+    if not is_stock and not any(config_class is type(config) for config_class, _, _ in CLASSES):
         raise ModelError("config.json", f"model_type {config.model_type}", "This library has no hybrid of this type.")
-    classes = auto_map(config)
+    classes = {} if is_stock else auto_map(config)
     for name, target in maps.items():
         if target != classes.get(name):
             value = f"auto_map.{name} names {str(target)[:80]!r}, not {classes.get(name, 'a class of this library')}"
@@ -81,7 +82,7 @@ def check_code(folder: Path, config: PreTrainedConfig, trust_remote_code: bool =
         if path.suffix == ".json":
             name = path.relative_to(folder).as_posix()
             _check_keys(name, read_json_file(folder, name), {"auto_map"} if name == "config.json" else set())
-    expected = _modules_of(config)
+    expected = {} if is_stock else _modules_of(config)
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder).as_posix()
         if expected.get(name) != path.read_bytes():

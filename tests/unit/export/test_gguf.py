@@ -22,6 +22,7 @@ from surgery.export.folder import export_model
 from surgery.export.gguf_converter import SCRIPT, find_converter, pre_tokenizer_of
 from surgery.export.gguf_folder import FILE, compare_with_files
 from surgery.export.pre_tokenizers import RULES, nearest_rule
+from surgery.export.verify import verify_folder
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Export
 from surgery.splice.insertion import insert_layers
@@ -195,6 +196,21 @@ def test_a_copy_without_it_or_with_a_damaged_one_does_not_verify(copy: Path, mon
     (copy / FILE).unlink()
     list_again(copy)
     assert refusal(copy).startswith(f"{FILE}: missing")
+
+
+def test_code_and_what_names_it_are_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an export holds none, and would run it where it is loaded with trust."""
+    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
+    for name, text in (
+        ("custom_generate/generate.py", "def generate(model): ..."),
+        ("processor_config.json", '{"auto_map": {"AutoProcessor": "generate.A"}}'),
+    ):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text(text)
+        list_again(copy)
+        assert refusal(copy).startswith(f"{name}: ")
+        verify_folder(copy, trust_remote_code=True)
+        (copy / name).unlink()
 
 
 def test_without_the_converter_the_error_names_the_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

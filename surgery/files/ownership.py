@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from surgery import __version__
 from surgery.errors import RunError
 from surgery.files.atomic import MARK, delete, read_mapping, write_json
 
 Kind = Literal["run", "analysis", "comparison", "model", "export", "sweep", "checkpoints"]
-
-
 _LISTED: frozenset[Kind] = frozenset({"model", "comparison"})  # kinds whose mark lists the entries of the folder
 
 
@@ -26,17 +24,6 @@ def mark(folder: Path, kind: Kind) -> None:
     write_json(folder / MARK, {"kind": kind, "version": __version__, **entries})
 
 
-_LABELS: Mapping[Kind, str] = {
-    "run": "a run of this toolkit",
-    "analysis": "an analysis of this toolkit",
-    "comparison": "a comparison of this toolkit",
-    "model": "a model that this toolkit wrote",
-    "export": "an export of this toolkit",
-    "sweep": "a sweep of this toolkit",
-    "checkpoints": "checkpoints of this toolkit",
-}
-
-
 def kind_of(folder: Path) -> Kind | None:
     """Return the kind of a folder that this toolkit wrote; None for any other folder.
 
@@ -44,9 +31,8 @@ def kind_of(folder: Path) -> Kind | None:
     """
     if not (folder / MARK).is_symlink():
         kind = read_mapping(folder / MARK).get("kind")
-        for known in _LABELS:
-            if kind == known:
-                return known
+        if kind in get_args(Kind):
+            return kind  # type: ignore[no-any-return]
     return "export" if {"format", "versions", "files"} <= read_mapping(folder / "export.json").keys() else None
 
 
@@ -98,7 +84,7 @@ def check_replaceable(
     if not folder.is_dir() or all(entry.name == ".lock" for entry in folder.iterdir()):
         return False
     if kind_of(folder) != kind:
-        raise RunError(field, str(folder), f"The folder is not empty, and is not {_LABELS[kind]}. {instead}")
+        raise RunError(field, str(folder), f"The folder is not empty, and holds no {kind} of this toolkit. {instead}")
     if (lost := _foreign_entry(folder, kind)) is not None:
         hint = f"It would be deleted with the folder, and this toolkit did not write it. Move it away. {instead}"
         raise RunError(field, str(folder / lost), hint)

@@ -59,7 +59,7 @@ def test_the_cards_snippet_runs_as_written(folder: Path, tmp_path: Path) -> None
 def test_a_folder_that_is_no_export_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(RunError, match="not an export"):
+    with pytest.raises(RunError, match="holds no export"):
         export_model(trained("mamba2"), pico_tokenizer(), tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 

@@ -61,10 +61,10 @@ def test_what_a_command_did_not_write_it_does_not_replace(tmp_path: Path) -> Non
         make(place / "x", kind)
         for name in COMMANDS:
             if kind != COMMANDS[name][0]:
-                assert_kept(place, command(name), "x. The folder is not empty, and is not a", "nother")
+                assert_kept(place, command(name), "x. The folder is not empty, and holds no ", "nother")
     (tmp_path / "run" / "x").rename(tmp_path / "run" / "quickstart-sweep")
     sweep = ("sweep", str(RECIPE), *QUICK, "splice.num_heads=0,1", "--runs", ".", "--overwrite")
-    assert_kept(tmp_path / "run", sweep, "quickstart-sweep. The folder is not empty, and is not a sweep")
+    assert_kept(tmp_path / "run", sweep, "quickstart-sweep. The folder is not empty, and holds no sweep")
 
 
 def test_what_a_command_reads_it_does_not_replace(tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_a_comparison_replaces_a_comparison(tmp_path: Path) -> None:
         assert results["arms"][BASE.name]["kv_retrieval"]["2"]["n"] == count
         assert [p.name for p in (tmp_path / "runs").iterdir()] == ["compare"]
     (tmp_path / "runs" / "compare" / MARK).unlink()
-    assert_all_refused({("compare", str(BASE), *few): ("is not a comparison of this toolkit",)}, tmp_path)
+    assert_all_refused({("compare", str(BASE), *few): ("holds no comparison of this toolkit",)}, tmp_path)

@@ -160,7 +160,7 @@ def local_files(data: Data) -> list[Path]:
     """
     if data.is_on_hub:
         return []
-    path = Path(data.path).expanduser()
+    path = Path(os.path.expanduser(data.path))
     if not path.exists():
         hint = "Use a JSONL or Parquet file, a folder of them, or a data set's id on the Hub (owner/name)."
         raise DataError("data.path", data.path, f"No such file or folder. {hint}")

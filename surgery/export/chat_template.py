@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -44,7 +45,7 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> 
         tokenizer.chat_template = ("{{ bos_token }}" if starts_text else "") + NAMED[name]
     else:
         with reading(FIELD, name, "The file cannot be read. Use a Jinja file in UTF-8.", RecipeError):
-            file = Path(name).expanduser()
+            file = Path(os.path.expanduser(name))
             if not file.exists():
                 hint = f"No such template. Use {', '.join(NAMED)}, or the path of a Jinja file."
                 raise RecipeError(FIELD, name, hint)
@@ -65,4 +66,4 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> 
 
 def template_revision(name: str) -> str:
     """Hash of the template that `export.chat_template` names. A missing file has the hash of nothing."""
-    return fingerprint(NAMED[name]) if name in NAMED else digest(Path(name).expanduser())
+    return fingerprint(NAMED[name]) if name in NAMED else digest(Path(os.path.expanduser(name)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def find_converter(llama_cpp: str | None) -> Path:
         hint = f"GGUF files are written by llama.cpp's {SCRIPT}, which is not on the PATH. Clone "
         hint += f"https://github.com/ggml-org/llama.cpp and set {_SECTION} to its folder."
         raise RecipeError(_SECTION, "not set", hint)
-    path = Path(llama_cpp).expanduser()
+    path = Path(os.path.expanduser(llama_cpp))
     path = path / SCRIPT if path.is_dir() else path
     if not path.is_file():
         raise RecipeError(_SECTION, llama_cpp, f"Set it to a folder of llama.cpp that holds {SCRIPT}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +51,7 @@ def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
 def is_hub_id(model: str) -> bool:
     """Whether a model is `owner/name` on the Hub rather than a local path."""
     model = local_path(model)
-    return not Path(model).expanduser().exists() and model.count("/") == 1 and not model.startswith((".", "~", "/"))
+    return not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "~", "/"))
 
 
 def public_name(model: str) -> str:
@@ -58,7 +59,7 @@ def public_name(model: str) -> str:
     model, _ = source_of(model, None)
     if is_hub_id(model):
         return model
-    path = Path(model).expanduser().resolve()
+    path = Path(os.path.realpath(model))
     return path.parent.name if path.name == "export" else path.name
 
 

@@ -159,14 +159,14 @@ class Data(Section):
     @property
     def is_on_hub(self) -> bool:
         """Whether the path is `owner/name` on the Hub rather than a local path, which may not exist any more."""
-        path = Path(self.path).expanduser()
+        path = Path(os.path.expanduser(self.path))
         is_file = path.exists() or path.suffix.lower() in DATA_FORMATS
         return not is_file and _HUB_ID.fullmatch(self.path) is not None
 
     @property
     def public_name(self) -> str:
         """Name in results and on cards: the id on the Hub, or the last part of a local path."""
-        return self.path if self.is_on_hub else Path(os.path.abspath(Path(self.path).expanduser())).name
+        return self.path if self.is_on_hub else Path(os.path.abspath(os.path.expanduser(self.path))).name
 
     @property
     def holds_out_by(self) -> tuple[object, ...]:
@@ -188,7 +188,7 @@ class Data(Section):
     @property
     def place(self) -> str:
         """The id on the Hub, or the absolute path without symbolic links: one string for all spellings of a path."""
-        return self.path if self.is_on_hub else str(Path(self.path).expanduser().resolve())
+        return self.path if self.is_on_hub else os.path.realpath(os.path.expanduser(self.path))
 
 
 class Source(Section):

@@ -221,6 +221,8 @@ def test_without_the_converter_the_error_names_the_field(tmp_path: Path, monkeyp
         find_converter(None)
     with pytest.raises(RecipeError, match=r"export\.llama_cpp: .* Set it to a folder of llama.cpp that holds"):
         find_converter(str(tmp_path))
+    with pytest.raises(RecipeError, match=r"export\.llama_cpp: ~nobody-here/x\. Set it to"):
+        find_converter("~nobody-here/x")
     script = tmp_path / SCRIPT
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)

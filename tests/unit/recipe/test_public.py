@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from surgery.recipe import Data
-from surgery.recipe.public import finetune_name
+from surgery.recipe.public import finetune_name, is_hub_id, public_name
 from tests.support.cases import each
 
 
@@ -38,6 +39,7 @@ def test_a_fine_tuning_is_named_after_its_data(data: str, name: str) -> None:
         ("private/tickets.Parquet", "tickets.Parquet", False),
         ("private/of/tickets", "tickets", False),
         ("~/tickets", "tickets", False),
+        ("~nobody-here/tickets", "tickets", False),  # a user without a home
         ("/private/tickets", "tickets", False),
         ("here/tickets", "tickets", False),  # a folder that exists
         (".", "work", False),
@@ -54,4 +56,5 @@ def test_a_local_path_is_never_published_as_an_id_of_the_hub(
     monkeypatch.chdir(folder)
     data = Data(path=path)
     assert (data.public_name, data.is_on_hub) == (name, is_on_hub)
-    assert data.place == (path if is_on_hub else str(Path(path).expanduser().resolve()))
+    assert data.place == (path if is_on_hub else os.path.realpath(os.path.expanduser(path)))
+    assert path[0] != "~" or (is_hub_id(path), public_name(path)) == (False, name)

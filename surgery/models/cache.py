@@ -61,12 +61,5 @@ def cache_of_one_token(model: PreTrainedModel) -> tuple[list[Tensor], list[Tenso
 
 def cache_tensors(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Return the state tensors, and the key and value tensors, of a transformers cache."""
-    states: list[Tensor] = []
-    keys_values: list[Tensor] = []
-    for layer in cache.layers:
-        for name, value in vars(layer).items():
-            if name in ("keys", "values"):
-                keys_values += [value] if value is not None else []
-            elif name in ("conv_states", "recurrent_states"):
-                states += [t for t in value.values() if t is not None]
-    return states, keys_values
+    tensors = [(place, value) for layer in cache.layers for _, place, value in _tensors(layer, False)]
+    return [x for place, x in tensors if place is not None], [x for place, x in tensors if place is None]

@@ -6,12 +6,14 @@ Layout of `in_proj`'s rows and of the convolution's channels: [x | B | C | z | a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.models.layouts import HeadSlices, Streams, register_structure
-from surgery.models.mixers.mamba2 import Mamba2Structure, decayed_scores, read_state, shift, short_conv, span
+from surgery.models.mixers.mamba2 import Mamba2Structure, decayed_scores, read_state, shift, short_conv
 from surgery.types import MixerSpec
 
 
@@ -22,19 +24,9 @@ class LlambaStructure(Mamba2Structure):
     kind = "llamba"
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
-        inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size
-        channels = span(head, spec.head_dim)
-        shared = span(spec.group_of(head), spec.state_size)
-        return HeadSlices(
-            out=channels,
-            gate=shift(channels, inner + 2 * groups),
-            value=channels,
-            key=shift(shared, inner),
-            query=shift(shared, inner + groups),
-            conv_value=channels,
-            conv_key=shift(shared, inner),
-            conv_query=shift(shared, inner + groups),
-        )
+        slices = super().weight_slices(spec, head)  # the convolution has the order of the first rows of `in_proj`
+        gate = shift(slices.out, spec.num_heads * spec.head_dim + 2 * spec.num_groups * spec.state_size)
+        return replace(slices, gate=gate, value=slices.out, key=slices.conv_key, query=slices.conv_query)
 
     def scan_reader(self, mixer: nn.Module) -> nn.Module:
         return mixer.out_proj

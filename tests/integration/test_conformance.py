@@ -71,7 +71,6 @@ def test_a_stranger_gets_what_the_table_says(folder: Path) -> None:
     assert max(peft["apart"]) < 1e-4 < 0.1 < peft["moved"]
     # What does not work says so, as transformers does; none of it gives a wrong text instead.
     for way, error in {
-        "assisted": "not supported with stateful models", "prompt_lookup": "not supported with stateful models",
         "contrastive": "Contrastive Search requires `trust_remote_code=True`",
         "quantized_cache": "only supported for models with only full attention",
         "continuous_batching": "Invalid layer type: hybrid",

@@ -187,12 +187,6 @@ class Stranger:
         moved = (expected - self.logits(self.model)).abs().max().item()
         return {"trained": sorted(trained), "losses": losses, "apart": apart, "moved": moved}
 
-    def assisted(self) -> Any:
-        return self.new(assistant_model=self.model)
-
-    def prompt_lookup(self) -> Any:
-        return self.new(prompt_lookup_num_tokens=2)
-
     def contrastive(self) -> Any:
         return self.new(penalty_alpha=0.6, top_k=4)
 

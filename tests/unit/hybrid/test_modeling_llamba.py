@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.hybrid import LlambaConfig, LlambaForCausalLM
-from surgery.hybrid.modeling_llamba import LlambaMixer
+from surgery.hybrid.modeling_llamba import LlambaMixer, chunked_scan, scan_step
 from tests.support.cases import each
 from tests.support.llamba_loop import full, llamba, llamba_config, loop_logits, loop_mixer
 from tests.support.pico import HIDDEN, tokens
@@ -63,6 +63,23 @@ def test_slow_decay_is_not_rounded_away(at_once: bool, autocast: bool) -> None:
     state = cache.layers[0].recurrent_states[0]
     assert state.dtype == torch.float32
     assert abs(state[0, 0, 0, 0] / ((1 - kept**250) / (1 - kept)) - 1) < 1e-4
+
+
+def test_a_weak_decay_after_a_strong_one_keeps_its_digits() -> None:
+    """In chunks in fp32 as in steps in fp64."""
+    rng, shapes = (
+        torch.Generator().manual_seed(0),
+        ((2, 32, 4, 5), (2, 32, 2, 3), (2, 32, 2, 3), (2, 32, 4), (2, 4, 5, 3)),
+    )
+    *given, decay, start = (torch.randn(shape, generator=rng, dtype=torch.double) for shape in shapes)
+    decay = -0.01 * decay.abs()
+    decay[:, 3] = -3000.0
+    state, exact = start, []
+    for t in range(32):
+        y, state = scan_step(*(x[:, t] for x in (*given, decay)), state)
+        exact.append(y)
+    found, _ = chunked_scan(*(x.float() for x in (*given, decay, start)), 32)
+    torch.testing.assert_close(found.double(), torch.stack(exact, 1), **CLOSE)
 
 
 def test_gradients_equal_the_loops() -> None:

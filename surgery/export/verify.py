@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -135,7 +136,7 @@ def _check_private(folder: Path, names: Iterable[str]) -> None:
     Raises:
         SurgeryError: names file and line of the first finding, and the files of the others. It does not print a token.
     """
-    places = {str(p) for p in (Path.home(), Path.cwd(), folder.absolute(), folder.resolve())} - {"/"}
+    places = {str(p) for p in (Path(os.path.expanduser("~")), Path.cwd(), folder.absolute(), folder.resolve())} - {"/"}
     secrets, found = known_secrets(), []
     for name in names:
         found += [(f"name of {shown(name)}", value, hint) for _, value, hint in findings(f" {name}", places, secrets)]

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, NemotronHConfig, PreTrainedModel
@@ -102,6 +103,13 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
     return Converted(len(tensors), shards, bool({*copied} - {"generation_config.json", "chat_template.jinja"}))
 
 
+def class_on_hub(name: Any, model: str) -> Any:
+    """Name of a class with its repository; of each class for the two of a tokenizer, of which one may be null."""
+    if isinstance(name, list):
+        return [class_on_hub(part, model) for part in name]
+    return name if name is None or "--" in name else f"{model}--{name}"
+
+
 def _copy_config(source: StoredModel, folder: Path, dtype: str | None) -> None:
     """Write the config with the new dtype. Copy modelling files, or add their Hub repository to `auto_map`."""
     config_file = source.find("config.json")
@@ -109,8 +117,7 @@ def _copy_config(source: StoredModel, folder: Path, dtype: str | None) -> None:
     with reading("base.model", str(config_file), CONFIG_HINT):
         config = json.loads(config_file.read_text(encoding="utf-8"))
         if "auto_map" in config and source.folder is None:
-            named = config["auto_map"].items()
-            config["auto_map"] = {k: v if "--" in v else f"{source.model}--{v}" for k, v in named}
+            config["auto_map"] = {k: class_on_hub(v, source.model) for k, v in config["auto_map"].items()}
     config |= source.changes
     if dtype is not None:
         config.pop("torch_dtype", None)

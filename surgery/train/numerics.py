@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from surgery.errors import RunError
+from surgery.errors import RunError, summary
 from surgery.recipe import Train
 from surgery.recipe.train import Precision
 
@@ -36,7 +36,7 @@ def compiling() -> Iterator[None]:
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise
         hint = "It needs a C++ compiler, and Triton on a GPU. Install g++, set CXX, or set train.compile to false."
-        raise RunError("train.compile", f"true ({str(error).strip().splitlines()[0][:200]})", hint) from error
+        raise RunError("train.compile", f"true ({summary(error)})", hint) from error
 
 
 def check_compiler(device: torch.device) -> None:

@@ -6,6 +6,7 @@ Losses stay on the device until they are read, so that the host does not wait fo
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +76,8 @@ class StepLog:
 
     @property
     def of_stage(self) -> list[dict[str, float]]:
-        return [entry for entry in self.entries if entry["step"] > self.before]
+        # A control has no entries of the stages that it skips.
+        return self.entries[bisect_right(self.entries, self.before, key=lambda entry: int(entry["step"])) :]
 
     def add(self, losses: StepLosses) -> None:
         self._unread.append(losses)

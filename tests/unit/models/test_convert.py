@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from surgery.errors import ModelError, RunError
 from surgery.files.ownership import MARK
-from surgery.models.convert import convert
+from surgery.models.convert import class_on_hub, convert
 from surgery.models.loading import load_model
 from surgery.recipe import Base
 from tests.support.cases import each
@@ -95,3 +95,8 @@ def test_nothing_is_left_of_a_refusal(tmp_path: Path) -> None:
     words = ("--dtype: bfloat16", "quantized (fp8)", "Remove it")
     assert_refused(RunError, *words, base=base, folder=tmp_path / "new", dtype="bfloat16")
     assert [p.name for p in tmp_path.iterdir()] == ["own"]
+
+
+def test_modelling_code_of_the_hub_stays_where_it_is() -> None:
+    for given, expected in (("m.C", "a/b--m.C"), ("c/d--m.C", "c/d--m.C"), (["m.T", None], ["a/b--m.T", None])):
+        assert class_on_hub(given, "a/b") == expected

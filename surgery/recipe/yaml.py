@@ -113,7 +113,7 @@ def apply(data: dict[str, Any], override: str) -> None:
 
 def load_yaml(text: str) -> Any:
     """Parse YAML within the limits. Raises the YAML library's errors, so call it inside `reading_yaml`."""
-    if len(text) > _BYTES:
+    if len(text.encode(errors="surrogatepass")) > _BYTES:
         raise ValueError(f"more than {_BYTES} bytes")
     data = yaml.load(text, _RecipeLoader)  # noqa: S506  (a SafeLoader)
     _num_values(data)

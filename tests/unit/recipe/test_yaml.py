@@ -20,6 +20,7 @@ HOSTILE = {
     "an alias in itself": "a: &a [*a]",
     "an alias in its mapping": "a: &a {b: *a}",
     "a long file": "a: " + "x" * 2**21,
+    "a long file of two bytes a character": "a: 12\n#" + "é" * 2**20 + "\nb: 2",
     "digits": "a: " + "9" * 100_000,
     "hexadecimal digits": "seed: 0x" + "f" * 100_000,
     "half a character": 'a: "\\ud800"',

@@ -11,7 +11,7 @@ from surgery.errors import ModelError
 from surgery.files.shipped import local_path
 from surgery.recipe.base import Base, Checkpoint
 from surgery.recipe.export import Export
-from surgery.recipe.run import Recipe
+from surgery.recipe.pretrain import PretrainRecipe
 from surgery.recipe.section import Section
 from surgery.recipe.sources import Data
 
@@ -76,24 +76,20 @@ def finetune_name(data: str) -> str:
     return f"finetune-{words or 'data'}"[:200]
 
 
-def public_recipe(recipe: Recipe) -> Recipe:
-    """Return a recipe that can be published: every local path is replaced by its last part.
-
-    Revisions stay. `repo@revision` of a model is split into `model` and `revision`; a tokenizer keeps the @.
-    """
-    return _public(recipe)
-
-
 S = TypeVar("S", bound=Section)
 
 
-def _public(section: S) -> S:
+def public_recipe(section: S) -> S:
+    """Return a recipe, or a section of one, that can be published: every local path is replaced by its last part.
+
+    Revisions stay. `repo@revision` of a model is split into `model` and `revision`; a tokenizer keeps the @.
+    """
     update: dict[str, Any] = {}
     for name, value in section:
         if isinstance(value, Section):
-            update[name] = _public(value)
+            update[name] = public_recipe(value)
         elif isinstance(value, tuple):
-            update[name] = tuple(_public(entry) if isinstance(entry, Section) else entry for entry in value)
+            update[name] = tuple(public_recipe(entry) if isinstance(entry, Section) else entry for entry in value)
     if isinstance(section, Base | Checkpoint):
         model, revision = source_of(section.model, section.revision)
         update |= {"model": public_name(model), "revision": revision}
@@ -102,6 +98,8 @@ def _public(section: S) -> S:
         update["tokenizer"] = public_name(tokenizer) + (f"@{revision}" if revision else "")
     if isinstance(section, Data):
         update["path"] = section.public_name
+    if isinstance(section, PretrainRecipe) and section.tokenizer_text:
+        update["tokenizer_text"] = Path(section.tokenizer_text).name
     if isinstance(section, Export):
         template = section.chat_template
         update |= {"chat_template": Path(template).name if template else None, "llama_cpp": None}

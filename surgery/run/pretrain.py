@@ -43,6 +43,7 @@ from surgery.files.ownership import check_replaceable, kind_of, mark
 from surgery.probes.registry import PROBES
 from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
+from surgery.recipe.public import public_recipe
 from surgery.report.results import cell_of, entries, label_of
 from surgery.train.training import make_accelerator, train_model
 
@@ -193,7 +194,7 @@ def base_card(
     sources = [source for stage in recipe.train.sequence for source in stage.sources]
     tasks = dict.fromkeys(source.task for source in sources if source.task is not None)
     kinds = [PROBES[task].label.split(", ")[0] for task in tasks]  # without the half that an evaluation uses
-    files = dict.fromkeys(source.data.path for source in sources if source.data is not None)
+    files = dict.fromkeys(source.data.public_name for source in sources if source.data is not None)
     texts = ([f"generated text: {', '.join(kinds)}"] if kinds else []) + [f"documents of {file}" for file in files]
     versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers_version}
     return (
@@ -206,5 +207,5 @@ def base_card(
         f"Accuracy on the evaluation split ({recipe.evaluate.examples} prompts each):\n\n"
         f"| task | score |\n|---|---|\n{rows}\n"
         "![Training losses](training.png)\n\n"
-        "## Recipe\n\n```yaml\n" + to_yaml(recipe) + "```\n"
+        "## Recipe\n\n```yaml\n" + to_yaml(public_recipe(recipe)) + "```\n"
     )

@@ -87,11 +87,12 @@ def test_a_refused_training_leaves_no_folder(tmp_path: Path, monkeypatch: pytest
 def test_the_card_names_what_was_trained_on_and_every_task() -> None:
     tasks = ("key_echo", "records", "records", "closed_book")
     sources = [{"task": task, "rows": 1, "weights": {"answer": 1.0}} for task in tasks]
-    sources.append({"data": {"path": "text.jsonl"}, "rows": 1, "weights": {"lm": 1.0}})
-    made = recipe(model={**SHAPE, "vocab_size": 1024}, train={"sources": sources})
+    sources.append({"data": {"path": "/private/text.jsonl"}, "rows": 1, "weights": {"lm": 1.0}})
+    made = recipe(model={**SHAPE, "vocab_size": 1024}, train={"sources": sources}, tokenizer_text="/private/text.txt")
     scores = {"records": {"4": {"accuracy": 0.2}}, "kv_far": {"8": {"accuracy": 0.5}}, "perplexity": 2.5}
     card = base_card(made, scores, [{"seconds": 60.0}], build_model(made.model, pico_tokenizer(), 0))
     assert "generated text: key echo, records in prose, closed-book facts; documents of text.jsonl." in card
+    assert "tokenizer_text: text.txt" in card and "/private" not in card
     assert [line for line in card.splitlines() if line.startswith("|")] == [
         "| task | score |",
         "|---|---|",

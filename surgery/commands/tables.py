@@ -122,7 +122,10 @@ def _print_memory(estimate: dict[str, Any]) -> None:
     out.print(f"{count}{fits['gpu']}, {fits['memory_gib']:g} GiB{each}: {verdict}.")
     if not fits["fits"]:
         alone = "One document is too long: shorten it, or set train.gradient_checkpointing."
-        out.print(alone if largest["rows"] == 1 else "Set a smaller train.micro_batch.")
+        hint = alone if largest["rows"] == 1 else "Set a smaller train.micro_batch."
+        if -fits["left"] >= sum(estimate["memory"][key] for key in ("activations", "temporaries")):
+            hint = "Nothing is left for documents. Set train.trainable to new_heads or lora, or base.dtype to bfloat16."
+        out.print(hint)
 
 
 def print_model(name: str, config: Any, model: Any) -> None:

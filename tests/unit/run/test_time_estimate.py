@@ -28,7 +28,7 @@ def recipe(base: str, **more: Any) -> Recipe:
     return check_recipe({"name": "r", "base": {"model": base}, "train": train, **more})
 
 
-def test_a_known_speed_divides_the_flops_and_other_programs_make_it_uncertain(
+def test_a_known_speed_divides_the_flops_and_the_plan_says_what_is_uncertain_or_does_not_fit(
     base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = dry_run(recipe(base, hardware={"tflops": 0.5}), tmp_path / "r")
@@ -39,6 +39,15 @@ def test_a_known_speed_divides_the_flops_and_other_programs_make_it_uncertain(
         print_plan({**found, "time": {**found["time"], "measured_on": "cpu", "load": load}})
         shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
         assert ("other programs are running" in shown) == busy
+    memory, largest = found["memory"], found["largest"]
+    for rows, left, hint in (
+        (2, 1 - memory["activations"], "Set a smaller train.micro_batch."),
+        (1, 1 - memory["activations"], "One document is too long: shorten it, or set train.gradient_checkpointing."),
+        (2, memory["weights"] - memory["total"], "Nothing is left for documents. Set train.trainable to new_heads"),
+    ):
+        fits = {"gpu": "x", "count": 1, "memory_gib": 1, "fits": False, "left": left}
+        print_plan({**found, "fits": fits, "largest": {**largest, "rows": rows}})
+        assert hint in capsys.readouterr().out
 
 
 def test_small_steps_are_timed(base: str, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 
 from surgery.recipe.base import Base, Teacher
 from surgery.recipe.evaluate import DEFAULT_TASKS, Evaluate
-from surgery.recipe.section import Plugins, Positive, Section, Seed
+from surgery.recipe.section import Plugins, Positive, Section, Seed, one_message
 from surgery.types import HeadId
 
 Layer = Annotated[int, Field(ge=0, strict=True, description="Counted from 0.", examples=[3])]
-Layers = Positive | Literal["minimal"] | None
+Layers = Annotated[Positive | Literal["minimal"] | None, one_message("a number of 1 or more, or minimal")]
 
 
 class Swap(Section):

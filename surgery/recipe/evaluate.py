@@ -19,6 +19,7 @@ from surgery.recipe.section import (
     Section,
     ValueDigits,
     check_value_digits,
+    one_message,
 )
 from surgery.registry import NameOf
 
@@ -191,7 +192,7 @@ class Evaluate(Section):
     tasks: OneOrMore[EvaluationTask] = Field(
         DEFAULT_TASKS, min_length=1, description="Tasks to evaluate: names, or names with sizes."
     )
-    generate: bool | OneOrMore[str] = Field(
+    generate: Annotated[bool | OneOrMore[str], one_message("true, false, or a list of tasks")] = Field(
         False,
         examples=[["kv_retrieval"]],
         description="Also generate answers, besides ranking choices: `true` for all tasks, or a list of tasks.",

@@ -8,16 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    TypeAdapter,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, TypeAdapter, model_validator
 from pydantic_core import CoreSchema
 
 from surgery.probes.registry import PROBES, Probe
@@ -33,22 +24,17 @@ from surgery.recipe.section import (
     Section,
     ValueDigits,
     check_value_digits,
+    one_message,
 )
 from surgery.registry import NameOf
 
 Weight = Annotated[float, Field(ge=0)]
 
 
-def _one_message(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Check a weight. Pydantic has an error for each kind of value, under names that no recipe has."""
-    try:
-        return check(value)
-    except ValidationError:
-        raise ValueError("It must be a number of 0 or more, or a list [first, last] of two such numbers") from None
-
-
 # Constant, or [first, last] with a linear change over the stage.
-Scheduled = Annotated[Weight | tuple[Weight, Weight], WrapValidator(_one_message)]
+Scheduled = Annotated[
+    Weight | tuple[Weight, Weight], one_message("a number of 0 or more, or a list [first, last] of two such numbers")
+]
 Task = Annotated[str, NameOf(PROBES, keep=lambda probe: probe.trains)]
 AUTO, _SPANS = "auto", "answer_span"  # value of `answer_span`, and the column that it reads where there is one
 DEFAULT_ROWS = 8

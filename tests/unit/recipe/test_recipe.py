@@ -87,6 +87,7 @@ REFUSED = {
     "base=my/model": "base: 'my/model'. It must be a section with keys, such as {model: my/model}",
     "evaluate.tasks=[]": "evaluate.tasks: []. It must have at least 1 item, not 0",
     "evaluate.pairs=4-8": "evaluate.pairs: '4-8'. It must be a list, such as [4, 8]",
+    "evaluate.generate=5": "evaluate.generate: 5. It must be true, false, or a list of tasks",
     "export.format=nemotron_h": "needs splice.form block or pair",
     "control={model: some/base}": "`splice: null`",
     "locate.pairs=1": "locate.pairs: 1. ",

@@ -124,6 +124,7 @@ def test_analyses_that_mean_nothing_are_refused() -> None:
         ({"changes": [{"name": "x", "keep": ["L1H0"], "keep_in": [2]}]}, "keep_in"),
         ({"changes": [{"name": "x", "keep": ["L1H0"], "disable": ["L1H1"]}]}, "not both"),
         ({"changes": [{"name": "x", "layers": "minimal"}]}, "prune"),
+        ({"changes": [{"name": "x", "layers": "most"}]}, r"changes\.0\.layers: 'most'\. It must be a number of 1 or"),
         ({"changes": [{"name": "x", "swap": {"layer": 1}}]}, "teacher"),
         ({"changes": [{**change, "swap": {"layer": 1}}], "teacher": teacher}, "cannot be combined"),
         ({"changes": [change], "teacher": teacher}, "teacher"),

@@ -11,6 +11,7 @@ from surgery.recipe.evaluate import DEFAULT_TASKS, Evaluate
 from surgery.recipe.section import Plugins, Positive, Section, Seed, one_message
 from surgery.types import HeadId
 
+ARM_NAME = r"^[a-z0-9][a-z0-9_]{0,99}$"
 Layer = Annotated[int, Field(ge=0, strict=True, description="Counted from 0.", examples=[3])]
 Layers = Annotated[Positive | Literal["minimal"] | None, one_message("a number of 1 or more, or minimal")]
 
@@ -28,7 +29,7 @@ class Swap(Section):
 class Change(Section):
     """One change of the model, as in the paper's experiments. Weights stay the same."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$", description="Name of the arm in tables and results.")
+    name: str = Field(pattern=ARM_NAME, description="Name of the arm in tables and results.")
     disable: tuple[str, ...] = Field(
         (), description="Heads to ablate at every token, such as L17H24.", examples=[["L17H24"]]
     )

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from surgery.errors import RecipeError
 from surgery.files.secret_scan import refuse_tokens
 from surgery.files.shipped import close_names, shipped_recipe
-from surgery.recipe.analysis import AnalysisRecipe
+from surgery.recipe.analysis import ARM_NAME, AnalysisRecipe
 from surgery.recipe.export import SHARD_SIZE
 from surgery.recipe.hints import example_at, meant
 from surgery.recipe.pretrain import PretrainRecipe
@@ -112,8 +112,9 @@ def no_recipe(name: str) -> RecipeError:
 _MOST = 120  # characters of a value in an error
 # Patterns of names in words.
 _ALLOWED = {
-    RECIPE_NAME: "Use letters, digits, dots, hyphens and underscores, and begin with a letter or a digit",
-    STAGE_NAME: "Use lower-case letters, digits, hyphens and underscores",
+    RECIPE_NAME: "Use letters, digits, dots, hyphens and underscores, at most 200, and begin with a letter or a digit",
+    STAGE_NAME: "Use lower-case letters, digits, hyphens and underscores, at most 100",
+    ARM_NAME: "Use lower-case letters, digits and underscores, at most 100, and begin with a letter or a digit",
     SHARD_SIZE: "Use a number and a unit without a space, such as 5GB",
 }
 # Patterns in pydantic's messages, and the words of a recipe for them.

@@ -16,7 +16,7 @@ from surgery.recipe.plateau import Plateau
 from surgery.recipe.section import OneOrMore, Positive, Section, Tokens
 from surgery.recipe.sources import DEFAULT_ROWS, DEFAULT_WEIGHTS, Data, Source, Weights
 
-STAGE_NAME = r"^[a-z0-9_-]+$"
+STAGE_NAME = r"^[a-z0-9_-]{1,100}$"
 Trainable = Literal["all", "reads", "new_heads", "spliced_layers", "lora"]
 Precision = Literal["fp32", "bf16"]
 MAX_QUESTIONS = 48  # of a document of the stage `read`

@@ -120,6 +120,7 @@ def test_analyses_that_mean_nothing_are_refused() -> None:
         ({}, "an analysis needs a change"),
         ({"changes": [{"name": "x"}]}, "no effect: set"),
         ({"changes": [{"name": "base", "layers": 1}]}, "unique name"),
+        ({"changes": [{"name": "x" * 101, "layers": 1}]}, "digits and underscores, at most 100"),
         ({"changes": [{"name": "x", "off": []}]}, "off"),
         ({"changes": [{"name": "x", "keep": ["L1H0"], "keep_in": [2]}]}, "keep_in"),
         ({"changes": [{"name": "x", "keep": ["L1H0"], "disable": ["L1H1"]}]}, "not both"),

@@ -166,8 +166,7 @@ def sweep(
     values: Annotated[
         list[str],
         typer.Argument(
-            metavar="KEY=VALUE,VALUE... [KEY=VALUE]...",
-            help="Values of keys to sweep, then other values to set.",
+            metavar="KEY=VALUE,VALUE... [KEY=VALUE]...", help="Values of keys to sweep, then other values to set."
         ),
     ],
     dry_run: Annotated[

@@ -91,10 +91,7 @@ def read_documents(
 
 
 def count_answer_spans(
-    train: Train,
-    tokenizer: PreTrainedTokenizerBase,
-    context: int | None = None,
-    vocab_size: int | None = None,
+    train: Train, tokenizer: PreTrainedTokenizerBase, context: int | None = None, vocab_size: int | None = None
 ) -> dict[str, dict[str, int]]:
     """Count the training rows of all data with `answer_span: auto`, by the place of the answer.
 

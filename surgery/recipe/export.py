@@ -29,9 +29,7 @@ class Export(Section):
         None, description="License for the model card. Default: the license in the base model's card."
     )
     max_shard_size: str = Field(
-        "50GB",
-        pattern=SHARD_SIZE,
-        description="Larger weights are split into files of this size.",
+        "50GB", pattern=SHARD_SIZE, description="Larger weights are split into files of this size."
     )
     chat_template: str | None = Field(
         None,

@@ -53,12 +53,10 @@ class Locate(Section):
         "sharpen] needs one decode step per head and column, which suits large models on small machines.",
     )
     task: LocatedTask = Field(
-        "kv_retrieval",
-        description="Probe that generates the prompts. Choose one that the base can answer.",
+        "kv_retrieval", description="Probe that generates the prompts. Choose one that the base can answer."
     )
     pairs: OnePairs = Field(
-        24,
-        description="Key-value pairs per prompt: one number. Choose it so that the base scores 0.6-0.95.",
+        24, description="Key-value pairs per prompt: one number. Choose it so that the base scores 0.6-0.95."
     )
     filler: Filler | None = Field(
         None, description="Range of the number of words between a key and its value. By default no words."

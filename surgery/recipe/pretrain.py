@@ -85,8 +85,7 @@ def _kind(value: Any) -> str:
 
 
 TinyModel = Annotated[
-    Annotated[TinyMamba2, Tag("mamba2")] | Annotated[TinyTransformer, Tag("llama")],
-    Discriminator(_kind),
+    Annotated[TinyMamba2, Tag("mamba2")] | Annotated[TinyTransformer, Tag("llama")], Discriminator(_kind)
 ]
 
 

@@ -193,8 +193,7 @@ class Source(Section):
         "temperature 1. With `base_kl` the hybrid keeps what the base predicts on text of its own kind.",
     )
     rows: Positive | None = Field(
-        None,
-        description=f"Documents per step, over all processes. {DEFAULT_ROWS} if neither this nor `tokens` is set.",
+        None, description=f"Documents per step, over all processes. {DEFAULT_ROWS} if neither this nor `tokens` is set."
     )
     tokens: Positive | None = Field(
         None, description="Maximum number of tokens per step. As many documents are taken as fit, at least one."

@@ -66,8 +66,7 @@ class Splice(Section):
         "follows into the Gather layer.",
     )
     unit: Unit = Field(
-        "head",
-        description="`layer`: replace the whole mixer of each chosen head by the teacher's attention (Llamba).",
+        "head", description="`layer`: replace the whole mixer of each chosen head by the teacher's attention (Llamba)."
     )
     with_block: bool = Field(
         False,

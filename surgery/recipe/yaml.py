@@ -63,9 +63,7 @@ for _kind in ("int", "float", "bool", "timestamp"):
     _RecipeLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", getattr(_RecipeLoader, f"construct_yaml_{_kind}"))
 # YAML 1.1 reads 1e-3 as a string. Read it as a number.
 _RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
 

@@ -28,16 +28,7 @@ from surgery.data.tokenizer import build_tokenizer
 from surgery.errors import RunError, SurgeryError, reading
 from surgery.evaluate.evaluation import evaluate_model, mark_seen
 from surgery.evaluate.prompts import make_prompts
-from surgery.files.atomic import (
-    delete,
-    digest,
-    fingerprint,
-    new_folder,
-    read_mapping,
-    sweep,
-    write_json,
-    write_text,
-)
+from surgery.files.atomic import delete, digest, fingerprint, new_folder, read_mapping, sweep, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, kind_of, mark
 from surgery.probes.registry import PROBES

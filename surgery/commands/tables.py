@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from surgery.report.results import (
     example_of,
     label_of,
     ordered_arms,
+    perplexity_text,
     rows_of,
     skipped_of_lm_eval,
     value_text,
@@ -165,7 +165,7 @@ def print_model(name: str, config: Any, model: Any) -> None:
 
 def print_heads(folder: Path, most: int = 10) -> None:
     """Print the best heads of a run and the cost of measuring them."""
-    heads = json.loads((folder / "heads.json").read_text(encoding="utf-8"))
+    heads = read_json(folder / "heads.json")
     with reading(str(folder / "locate.json"), None, "Locate again.", RunError):
         cost = read_json(folder / "locate.json")
     chosen = {scored["head"] for scored in heads["chosen"]}
@@ -196,10 +196,7 @@ def print_results(folder: Path, recipe: Recipe) -> None:
         folder: with results.json.
         recipe: the run's recipe.
     """
-    path = folder / "results.json"
-    if not path.is_file():
-        return
-    results = json.loads(path.read_text(encoding="utf-8"))
+    results = read_json(folder / "results.json")
     arms = {name: results["arms"][name] for name in ordered_arms(results["arms"])}  # the hybrid first
     table = Table("", title=f"{folder}: heads {', '.join(results['heads'])}")
     for name in arms:
@@ -258,7 +255,7 @@ def _print_next(export: Path, example: Mapping[str, Any] | None, recipe: Recipe)
 def print_comparison(comparison: dict[str, Any], folder: Path) -> None:
     """Print a table of tasks by model. Marks results that differ significantly from the first model's."""
     names = list(comparison["arms"])
-    table = Table("", *(f"{name}" for name in names), title=f"{folder}")
+    table = Table("", *names, title=str(folder))
     rows = {name: dict(entries(arm)) for name, arm in comparison["arms"].items()}
     tests = {name: comparison["comparisons"].get(name, {}).get(names[0], {}) for name in names}
     for path, entry in rows[names[0]].items():
@@ -267,8 +264,7 @@ def print_comparison(comparison: dict[str, Any], folder: Path) -> None:
         table.add_row(label_of(path, entry), *(cell + mark for cell, mark in zip(cells, marks, strict=True)))
     out.print(table)
     if any(test["significant"] for of_model in tests.values() for test in of_model.values()):
-        text = f"* differs from {names[0]}: exact McNemar test at 0.05, Holm-corrected over all tasks"
-        out.print(text)
+        out.print(f"* differs from {names[0]}: exact McNemar test at 0.05, Holm-corrected over all tasks")
     for name, reason in comparison["skipped"].items():
         out.print(f"{name}: {reason}")
     _print_skipped(comparison["arms"])
@@ -277,10 +273,8 @@ def print_comparison(comparison: dict[str, Any], folder: Path) -> None:
 
 def print_analysis(analysis: dict[str, Any], folder: Path) -> None:
     """Print the accuracies of every arm, and the size of the minimal model."""
-    from surgery.report.results import perplexity_text
-
     tasks = list(analysis["chance"])
-    table = Table("arm", *(task.replace("_", " ") for task in tasks), "perplexity", title=f"{folder}")
+    table = Table("arm", *(task.replace("_", " ") for task in tasks), "perplexity", title=str(folder))
     for name, scores in analysis["tasks"].items():
         cells = (f"{scores[t]['accuracy']:.3f}{' *' if scores[t].get('worse') else ''}" for t in tasks)
         table.add_row(name, *cells, perplexity_text(scores["perplexity"]))

@@ -264,9 +264,8 @@ def pretrain(
     out.print(f"wrote {to}")
 
 
-for _command in (validate, show, inspect, generate, convert, compare, verify, publish, examples):
+for _command in (validate, show, inspect, generate, convert, compare, verify, publish, examples, init):
     app.command()(_command)
-app.command()(init)
 app.add_typer(recipes, name="recipes")
 
 

@@ -139,20 +139,15 @@ class Locate(Section):
         """The probe that generates the prompts."""
         return PROBES[self.task]
 
-    def options(self, pairs: int = 0, questions: int = 1, tokenizer: Any = None) -> Options:
+    def options(self, pairs: int = 0, tokenizer: Any = None) -> Options:
         """Sizes of one prompt.
 
         Args:
             pairs: replaces `pairs` if it is not 0.
-            questions: maximum number of questions.
             tokenizer: the base's, for probes whose text depends on it.
         """
         return Options(
-            pairs=pairs or self.pairs,
-            questions=questions,
-            filler=self.filler,
-            value_digits=self.value_digits,
-            tokenizer=tokenizer,
+            pairs=pairs or self.pairs, filler=self.filler, value_digits=self.value_digits, tokenizer=tokenizer
         )
 
     @model_validator(mode="after")

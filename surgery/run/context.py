@@ -227,5 +227,5 @@ def own_located_prompts(run: Run) -> list[Document]:
 
 def sample_batch(run: Run, count: int, pairs: int = 0) -> Any:
     """Encode a few evaluation prompts of the size that locating uses, on the device."""
-    documents = located_prompts(run, "sample", count, pairs or run.recipe.locate.pairs)
+    documents = located_prompts(run, "sample", count, pairs)
     return encode(documents, run.tokenizer(), until_answer=True).to(run.accelerator.device)

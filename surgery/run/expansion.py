@@ -124,7 +124,7 @@ def off_heads(change: Change, specs: Sequence[MixerSpec]) -> dict[str, list[int]
 
 
 def swap_plan(
-    change: Change, config: PreTrainedConfig, teacher: Teacher, teacher_config: PreTrainedConfig, seed: int = 0
+    change: Change, config: PreTrainedConfig, teacher: Teacher, teacher_config: PreTrainedConfig
 ) -> tuple[Plan, Splice]:
     """Make the plan and the recipe section that splice this swap. Raises RecipeError if it cannot be."""
     assert change.swap is not None
@@ -140,9 +140,9 @@ def swap_plan(
         teacher=teacher.model_copy(update={"donors": {str(head): str(donor)}}),
     )
     chosen = (ScoredHead(head, "neither", "segment_end", {}),)
-    heads = HeadSet(teacher.model, "", geometry_of(config), chosen, chosen, "list", seed)
+    heads = HeadSet(teacher.model, "", geometry_of(config), chosen, chosen, "list", 0)
     try:
-        return make_plan(heads, config, section, seed, teacher_config), section
+        return make_plan(heads, config, section, 0, teacher_config), section
     except PlanError as error:
         hint = "Only llamba models can swap layers. Remove the swap." if error.field == "splice.unit" else error.hint
         raise RecipeError(f"changes.{change.name}.swap", error.value, hint) from None

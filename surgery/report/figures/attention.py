@@ -76,12 +76,12 @@ def attention_map(
     return save(figure, folder, f"attention_{head}", ["position", "token", "mark", *rows], table)
 
 
-def _wrap(tokens: Sequence[str], width: int = _TOKENS_A_LINE) -> list[tuple[int, int]]:
-    """Split a prompt into lines (start, stop) of at most `width` tokens, preferably after a newline."""
+def _wrap(tokens: Sequence[str]) -> list[tuple[int, int]]:
+    """Split a prompt into lines (start, stop) of at most `_TOKENS_A_LINE` tokens, preferably after a newline."""
     lines, start = [], 0
-    while len(tokens) - start > width:
-        stop = start + width
-        near = (i + 1 for i in range(stop - 1, stop - 1 - width // 4, -1) if "\n" in tokens[i])
+    while len(tokens) - start > _TOKENS_A_LINE:
+        stop = start + _TOKENS_A_LINE
+        near = (i + 1 for i in range(stop - 1, stop - 1 - _TOKENS_A_LINE // 4, -1) if "\n" in tokens[i])
         lines.append((start, next(near, stop)))
         start = lines[-1][1]
     return [*lines, (start, len(tokens))]

@@ -127,7 +127,7 @@ def _operation(recipe: Recipe, plan: Plan, heads: HeadSet | None, results: Mappi
         "prompts": prompts if is_ranked and heads is not None and heads.clean else None,
         "state": (plan.grafts[0].site.state_size, recipe.state_size) if recipe.state_size is not None else None,
         "steps": steps_text(results, recipe),
-        "trained": _TRAINED.get(in_order, in_order) if len(trained) == 1 else in_order,
+        "trained": _TRAINED.get(in_order, in_order),
     }
 
 

@@ -96,7 +96,7 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
 
     Args:
         recipe: models and tasks.
-        folder: new or empty. An earlier comparison in it is replaced.
+        folder: new, empty, or that of an earlier comparison, which is replaced.
         progress: called with (done, total, model) after each task.
 
     Returns:
@@ -122,7 +122,8 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
             if recipe.evaluate.efficiency is not None:
                 results["efficiency"] = efficiency(models, recipe.evaluate.efficiency)
                 costs_by_length(results["efficiency"]["arms"], new / "figures", results["efficiency"]["where"])
-            write_json(new / "results.json", {**results, "seconds": round(time.perf_counter() - began, 2)})
+            results["seconds"] = round(time.perf_counter() - began, 2)
+            write_json(new / "results.json", results)
             mark(new, "comparison")
         return results
 

@@ -64,7 +64,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         overwrite: as in `run_pipeline`.
 
     Returns:
-        Plain data for `console.print_plan`.
+        Plain data for `commands.tables.print_plan`.
 
     Raises:
         SurgeryError: the run would fail on the recipe, the folder or a model before it loads weights.

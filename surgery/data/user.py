@@ -109,11 +109,12 @@ def count_answer_spans(
         if data is None or not data.columns.finds_spans or data.columns.text is not None:
             continue
         reader = Reader(data, tokenizer, source.max_tokens, context, vocab_size)
-        deque(reader.read(islice(rows_in_order(data), _COUNTED if data.streaming else None)), maxlen=0)
+        numbers, rows = count(), islice(rows_in_order(data), _COUNTED if data.streaming else None)
+        deque(reader.read(row for row, _ in zip(rows, numbers, strict=False)), maxlen=0)
         searched = {kind: reader.spans[kind] for kind in ("found", "ambiguous", "missing")}
         if any(searched.values()):
             marked = {"marked": reader.spans["marked"]} if reader.spans["marked"] else {}
-            counts[name] = {**searched, **marked, **({"first_rows": _COUNTED} if data.streaming else {})}
+            counts[name] = {**searched, **marked, **({"first_rows": next(numbers)} if data.streaming else {})}
     return counts
 
 

@@ -175,7 +175,7 @@ def test_training_rows_are_counted_by_place(tmp_path: Path, streaming: bool) -> 
         for i in range(count)
     ]
     path = write(tmp_path / "a.jsonl", rows)
-    more = {"first_rows": 1000} if streaming else {}
+    more = {"first_rows": 160} if streaming else {}
     everything = {"found": 70, "ambiguous": 50, "missing": 40, **more}
     assert counted(searched(path, streaming=streaming)) == {"a.jsonl": everything}
     held = searched(path, streaming=streaming, holdout=0.3)

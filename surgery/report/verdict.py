@@ -154,7 +154,7 @@ def tiles_of(results: Mapping[str, Any], recipe: Recipe) -> list[Tile]:
     if sizes and main != ("kv_retrieval", str(sizes[-1])):
         beyond = trained is not None and sizes[-1] > trained
         tiles.append(tile(("kv_retrieval", str(sizes[-1])), ", beyond training" * beyond))
-    tiles += [tile(place) for place in hybrid if _is_knowledge(place, recipe)][:1]
+    tiles += [tile(place) for place in hybrid if place != main and _is_knowledge(place, recipe)][:1]
     if "sizes" in results:
         size = results["sizes"]["hybrid"]
         share = 100 * size["new_parameters"] / size["parameters"]

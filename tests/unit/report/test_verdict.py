@@ -185,6 +185,8 @@ def test_four_tiles_always() -> None:
     few = {"kv_retrieval": {}, "phonebook": {"8": share(0.5)}, "adjacent_pairs": {"8": share(0.6)}}
     others = tiles_of({**results(few, None, few), "seconds": {"train": 90.0}}, RECIPE)
     assert [tile.value for tile in others] == ["50.0%", "60.0%", "7 steps"] and others[2].note == "90 s"
+    facts = {"closed_book": share(0.5), "perplexity": 2.0}
+    assert [tile.value for tile in tiles_of(results(facts, None, facts), RECIPE)] == ["50.0%", "2.000", "7 steps"]
 
 
 def test_a_task_with_a_name_is_judged_as_the_task_that_it_is() -> None:

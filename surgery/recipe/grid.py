@@ -84,7 +84,7 @@ def load_grid(path: str | Path, words: Sequence[str]) -> Grid:
     """Load one recipe for each combination of values.
 
     A value of `splice.num_heads` of 0 is the trained control without a splice. No recipe can request it alone, so its
-    point is the control of the run with the next listed number of heads.
+    point is the control of the run with the first listed number of heads.
 
     Args:
         path: YAML file of the recipe, or the name of a shipped recipe.

@@ -23,7 +23,7 @@ def expand(
     """Return the changes of each sweep in the recipe's order, and the changes that the recipe lists.
 
     `minimal` is the number of layers of `layers: minimal`, the whole model if it is not known yet. Raises RecipeError
-    if two changes have the same name, or a heads.json belongs to another model.
+    if two changes have the same name, a heads.json belongs to another model, or a sweep runs more layers than it has.
     """
     whole = minimal in (None, config.num_hidden_layers)
     resolved = {"layers": None if whole else minimal}
@@ -43,6 +43,8 @@ def _changes(sweep: Sweep, config: PreTrainedConfig) -> Iterator[Change]:
     """Yield one change for each layer or head. Layer numbers in names are zero-padded."""
     total, layers = config.num_hidden_layers, sweep.layers
     assert layers != "minimal"
+    if layers is not None and layers >= total:
+        raise RecipeError(f"sweeps.{sweep.kind}.layers", layers, f"The model has {total} layers. Set a smaller number.")
     digits = max(2, len(str(total - 1)))
     running = range(total if layers is None else layers)
     if sweep.kind == "prune":

@@ -52,6 +52,8 @@ def test_sweeps_are_written_out() -> None:
         assert small.layers == layers and small.disable == ("L0H1",)
         assert {c.layers for c in sweeps["drop_one"]} == {layers}
         assert (len(sweeps["drop_one"]), len(sweeps["prune"])) == (layers or 4, 3)
+    with pytest.raises(RecipeError, match=r"sweeps\.drop_one\.layers: 1000000000\. The model has 4 layers"):
+        expand(recipe(sweeps=[{"kind": "drop_one", "layers": 10**9}]), config)
     with pytest.raises(RecipeError, match="prune_02"):
         expand(recipe(sweeps=[{"kind": "prune"}], changes=[{"name": "prune_02", "layers": 2}]), config)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from surgery.errors import PlanError, RecipeError
+from surgery.errors import PlanError, RecipeError, SurgeryError
 from surgery.files.atomic import read_json
 from surgery.files.shipped import local_path
 from surgery.models.alterations import attends
@@ -69,10 +69,13 @@ def _heads(sweep: Sweep, config: PreTrainedConfig) -> list[HeadId]:
     """Heads in the order of heads.json if the sweep names one, otherwise all heads by layer."""
     if sweep.heads is None:
         return [head for spec in family_of(config).mixers(config) for head in spec.heads]
-    head_set = head_set_from_json(read_json(Path(local_path(sweep.heads))))
+    field, again = "sweeps.disable_one.heads", "Run `surgery locate` on this model."
+    try:
+        head_set = head_set_from_json(read_json(Path(local_path(sweep.heads))))
+    except SurgeryError as error:  # whose hints are for the files of a run
+        raise RecipeError(field, f"{sweep.heads} ({error.value or 'missing'})", f"Set a heads.json. {again}") from error
     if head_set.geometry != geometry_of(config):
-        hint = "These heads were located in another model. Run `surgery locate` on this model."
-        raise RecipeError("sweeps.disable_one.heads", sweep.heads, hint)
+        raise RecipeError(field, sweep.heads, f"These heads were located in another model. {again}")
     return [scored.head for scored in head_set.heads]
 
 

@@ -73,6 +73,10 @@ def test_every_head_has_its_turn_in_the_order_of_heads_json(tmp_path: Path) -> N
         assert [c.disable[0] for c in sweeps["disable_one"]] == expected
     with pytest.raises(RecipeError, match="another model"):
         expand(recipe(sweeps=[sweep]), pico_config(layers=4))
+    for text, fault in (("x", "not JSON"), ("{}", "model: Field required"), (None, "missing")):
+        path.write_text(text) if text is not None else path.unlink()
+        with pytest.raises(RecipeError, match=rf"sweeps\.disable_one\.heads: .*heads\.json \({fault}\)\. Set a heads"):
+            expand(recipe(sweeps=[sweep]), config)
 
 
 def test_heads_that_are_off() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from surgery.recipe.base import Base, Teacher
-from surgery.recipe.evaluate import DEFAULT_TASKS, Evaluate
+from surgery.recipe.evaluate import Evaluate
 from surgery.recipe.section import Plugins, Positive, Section, Seed, one_message
 from surgery.types import HeadId
 
@@ -125,10 +125,9 @@ class AnalysisRecipe(Section):
 
     @model_validator(mode="after")
     def _tasks_are_fixed(self) -> AnalysisRecipe:
-        if self.evaluate.tasks != DEFAULT_TASKS or self.evaluate.generate or self.evaluate.lm_eval is not None:
-            raise ValueError("an analysis has fixed tasks: remove `evaluate.tasks`, `generate` and `lm_eval`")
-        if self.evaluate.efficiency is not None or self.evaluate.read_twice:
-            raise ValueError("an analysis measures accuracy alone: remove `evaluate.efficiency` and `read_twice`")
+        for name in ("tasks", "generate", "lm_eval", "efficiency", "read_twice"):
+            if getattr(self.evaluate, name) != getattr(Evaluate(), name):
+                raise ValueError(f"an analysis measures the accuracy of fixed tasks: remove `evaluate.{name}`")
         return self
 
     @model_validator(mode="after")

@@ -73,8 +73,6 @@ def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         RecipeError: the file is missing, not YAML or not a mapping, a key is duplicate, or an override does not fit.
     """
-    if not path.is_file():
-        raise RecipeError("recipe", str(path), "The file does not exist.")
     with reading_yaml(str(path), None, "It is not valid YAML."), open(path, "rb") as file:
         data = load_yaml(file.read(_BYTES + 1).decode("utf-8"))
     if not isinstance(data, dict):

@@ -105,11 +105,8 @@ class PretrainRecipe(Section):
 
     @model_validator(mode="after")
     def _no_base(self) -> PretrainRecipe:
-        unusable = [
-            name
-            for name, objective in OBJECTIVES.items()
-            if (objective.needs_splice or "base.logits" in objective.needs) and self.train.uses(name)
-        ]
+        used = [(name, OBJECTIVES[name]) for name in self.train.objectives]
+        unusable = [name for name, objective in used if objective.needs_splice or "base.logits" in objective.needs]
         if self.train.base_texts is not None:
             raise ValueError("Pretraining from scratch has no base that could write `base_text`. Remove it")
         if unusable:

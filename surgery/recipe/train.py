@@ -195,10 +195,6 @@ class TrainStage(Section):
         used = {name for stage in self.sequence for source in stage.sources for name in source.weights.at(0.5)}
         return tuple(name for name in OBJECTIVES if name in used)
 
-    def uses(self, *names: str) -> bool:
-        """Whether one of these objectives has a weight."""
-        return bool(set(self.objectives) & set(names))
-
     @property
     def needs(self) -> frozenset[str]:
         """What the objectives need, such as `base.logits` and `teacher.attention`."""

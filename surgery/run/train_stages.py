@@ -102,13 +102,12 @@ class TrainStage(Stage):
         Reports the number of rows that `on_bad_row: skip` leaves out, if the data is not a stream.
         """
         train = run.recipe.train
-        names = {id(source): name for source, name in named_data(train)}
+        names = {source.data: name for source, name in named_data(train)}
         for source in [source for stage in train.sequence for source in stage.sources]:
             documents = open_source(source, run.tokenizer(), run.recipe.seed, 0, *run.limits)
-            if isinstance(documents, IndexedDocuments) and documents.skipped and id(source) in names:
-                text = f"{documents.skipped:,} rows cannot be used and are skipped. "
-                text += f"The first: {documents.reader.first_error}"
-                run.reporter.note("data", f"{names[id(source)]}: {text}")
+            if isinstance(documents, IndexedDocuments) and documents.skipped and source.data in names:
+                text = f"{names.pop(source.data)}: {documents.skipped:,} rows cannot be used and are skipped. "
+                run.reporter.note("data", f"{text}The first: {documents.reader.first_error}")
         held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, *run.limits)
 
     def notes(self, run: Run) -> Iterator[tuple[str, str]]:

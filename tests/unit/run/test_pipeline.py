@@ -120,16 +120,20 @@ def test_skipped_rows_are_reported(tmp_path: Path) -> None:
     rows = [{"prompt": "a 42 b\n", "answer": "42"}, {"prompt": "", "answer": "7"}, {"prompt": "c 7 d\n", "answer": ""}]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    source = {"data": {"path": str(path), "on_bad_row": "skip", "holdout": 0}, "rows": 1, "weights": {"answer": 1.0}}
-    notes = []
+    own = {"path": str(path), "on_bad_row": "skip", "holdout": 0, "columns": {"answer_span": "auto"}}
+    source = {"data": own, "rows": 1, "weights": {"answer": 1.0, "attention": 1.0}}
+    notes: list[str] = []
 
     class Notes(Silent):
         def note(self, topic: str, text: str) -> None:
             notes.append(f"{topic} {text}")
 
-    data = {"name": "t", "base": {"model": "m"}, "train": {"steps": 1, "sources": [source, source]}}
-    run = Run(check_recipe(data, Recipe), tmp_path / "run", make_accelerator(), Notes())
-    run.__dict__.update(_tokenizer=pico_tokenizer(), config=pico_config(vocab_size=len(pico_tokenizer())))
-    TrainStage().check_data(run)
-    (note,) = notes
-    assert note.startswith("data rows.jsonl: 2 rows cannot be used and are skipped. The first: ") and ":2: " in note
+    for read_steps in (None, 1):
+        train = {"steps": 1, "read_steps": read_steps, "sources": [source, source]}
+        data = {"name": "t", "base": {"model": "m"}, "train": train}
+        run = Run(check_recipe(data, Recipe), tmp_path / "run", make_accelerator(), Notes())
+        run.__dict__.update(_tokenizer=pico_tokenizer(), config=pico_config(vocab_size=len(pico_tokenizer())))
+        TrainStage().check_data(run)
+        note = notes.pop()
+        assert note.startswith("data rows.jsonl: 2 rows cannot be used and are skipped. The first: ") and ":2: " in note
+        assert not notes

@@ -39,7 +39,10 @@ def own_prompts(
     def is_before_the_query(question: Question) -> bool:  # the prompt goes on behind the answer
         return question.value is not None and question.value[1] < question.answer[0]
 
-    documents, _ = read_documents(data, tokenizer, None, count if data.streaming else None, context, vocab_size)
+    limit = count if data.streaming else None
+    documents, skipped = read_documents(data, tokenizer, None, limit, context, vocab_size)
+    if skipped:
+        _LOG.warning("locate.data: %d rows cannot be used and are skipped", skipped)
     placed = [document for document in documents if is_before_the_query(document.questions[-1])]
     if not placed:
         hint = "Mark the place of each answer (`answer_span`), or use answers that occur once in their prompts."

@@ -27,10 +27,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Data:
 
 def test_rows_without_a_place_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     unplaced = [{"prompt": "a:1\nThe value of b is", "answer": "77"}, {"prompt": "The value is 77", "answer": "77"}]
-    data = write(tmp_path, [*ROWS, *unplaced])
+    data = write(tmp_path, [*ROWS, *unplaced, {"prompt": "a:1\n", "answer": ""}])
     with caplog.at_level(logging.WARNING):
-        assert len(own_prompts(data, pico_tokenizer(), 500)) == len(ROWS)
-    assert f"2 of {len(ROWS) + 2} rows" in caplog.text
+        assert len(own_prompts(data.model_copy(update={"on_bad_row": "skip"}), pico_tokenizer(), 500)) == len(ROWS)
+    assert f"2 of {len(ROWS) + 2} rows" in caplog.text and "1 rows cannot be used and are skipped" in caplog.text
     with pytest.raises(DataError, match="no row has the place of its answer"):
         own_prompts(write(tmp_path, [{"prompt": "a:1\nThe value of b is", "answer": "77"}]), pico_tokenizer(), 5)
 

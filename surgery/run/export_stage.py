@@ -61,16 +61,5 @@ class ExportStage(Stage):
                 files = ("README.md", *(("heads.json",) if heads else ()), "plan.json", "results.json", "recipe.yaml")
                 page, figures = Path(folder) / "report.html", run.folder / "figures"
                 write_report(page, run.recipe, plan, heads, results, figures, files)
-            export_model(
-                run.model("trained"),
-                run.tokenizer(),
-                run.folder / "export",
-                run.recipe.export,
-                card,
-                plan,
-                heads,
-                to_yaml(public_recipe(run.recipe)),
-                results,
-                run.folder / "figures",
-                page=page,
-            )
+            given = (run.model("trained"), run.tokenizer(), run.folder / "export", run.recipe.export, card, plan, heads)
+            export_model(*given, to_yaml(public_recipe(run.recipe)), results, figures, page=page)

@@ -146,23 +146,10 @@ def measure_base(model: str, data: str | None, tokenizer: str | None, trust_remo
         say(f"perplexity of {_SENTENCES} sentences: {nats:.3g}")
         (prompt,) = query_batches(prober.documents(form, pairs, 1), words, 1)
     return Findings(
-        base=base,
-        config=config,
-        parameters=parameters,
-        machine=machine,
-        screening=screening,
-        form=form,
-        pairs=pairs,
-        share=share,
-        sizes=sizes,
-        known=known,
-        batch_size=batch_size,
-        speeds=speeds,
-        tokens=prompt.input_ids.shape[1],
-        perplexity=nats,
-        own_data=own,
-        ladder=ladder,
-    )
+        base=base, config=config, parameters=parameters, machine=machine, screening=screening, form=form, pairs=pairs,
+        share=share, sizes=sizes, known=known, batch_size=batch_size, speeds=speeds, tokens=prompt.input_ids.shape[1],
+        perplexity=nats, own_data=own, ladder=ladder,
+    )  # fmt: skip
 
 
 def _tokenizer(base: Base, config: PreTrainedConfig) -> PreTrainedTokenizerBase:

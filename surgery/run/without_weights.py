@@ -112,7 +112,7 @@ def _with_models_at_hand(recipe: Recipe, base: Base, file: Path | None) -> tuple
             skipped.append(_unavailable(field, model.model, "control" if field == "control.model" else "teacher"))
             return None
         load_config(found)
-        return model.model_copy(update={"model": found.model})
+        return model.model_copy(update={"model": found.model, "revision": found.revision})
 
     splice, train = recipe.splice, recipe.train
     if splice is not None:
@@ -135,20 +135,22 @@ def at_hand(base: Base, path: Path | None) -> tuple[Base, str]:
     neither has it, loading requests the Hub.
 
     Returns:
-        The base, and the folder in `configs/` if one is used (otherwise empty).
+        The base, without its revision if it is another folder now, and the folder in `configs/` if one is used.
     """
+    model, _ = source_of(base.model, base.revision)
     cached = cached_folder(base.model, "config.json", base.revision)
-    if Path(local_path(base.model)).exists() or cached is not None:
-        return base.model_copy(update={"model": str(cached or base.model)}), ""
-    local = path.parent / "configs" / base.model.partition("/")[2] if path is not None else None
-    if local is None or not is_hub_id(base.model) or not (local / "config.json").is_file():
+    if cached is not None:
+        return base.model_copy(update={"model": str(cached), "revision": None}), ""
+    local = path.parent / "configs" / model.partition("/")[2] if path is not None else None
+    if local is None or not is_hub_id(model) or not (local / "config.json").is_file():
         return base, ""
-    return base.model_copy(update={"model": str(local)}), str(local)
+    return base.model_copy(update={"model": str(local), "revision": None}), str(local)
 
 
 def cached_folder(source: str, name: str, revision: str | None) -> Path | None:
     """Find the folder in the Hub's local cache that has this file, or None."""
-    if Path(local_path(source)).exists():
+    source, revision = source_of(source, revision)
+    if Path(source).exists():
         return None
     try:
         file = try_to_load_from_cache(source, name, revision=revision)

@@ -99,8 +99,15 @@ def test_recipes_that_do_not_fit_their_models(models: Path, tmp_path: Path) -> N
                 check(recipe(models, base, **given))
 
 
-def test_what_is_on_the_hub_is_listed(models: Path) -> None:
+def test_what_is_on_the_hub_is_listed(models: Path, tmp_path: Path) -> None:
+    """Not a model whose config is here, whatever revision the recipe names."""
     assert any("owner/none" in line for line in check_without_weights(recipe(models, tokenizer="owner/none")))
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "small").symlink_to(models / "base")
+    for base in ({"model": "owner/small", "revision": "v1"}, {"model": "owner/small@v1"}):
+        made = check_recipe({"name": "first", "base": base, "train": {"sources": [{**KV, "weights": {"answer": 1}}]}})
+        (listed,) = check_without_weights(made, tmp_path / "first.yaml")
+        assert listed.startswith("tokens of data and prompts (tokenizer owner/small")
 
 
 def test_packages_of_a_run_are_not_those_of_its_dry_run(

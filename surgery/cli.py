@@ -223,6 +223,8 @@ def schema(
     analysis: Annotated[bool, typer.Option("--analysis", help="Print the schema of analysis recipes.")] = False,
 ) -> None:
     """Print the JSON schema of recipes, for use in editors."""
+    if pretrain and analysis:
+        raise SurgeryError("--pretrain", "and --analysis", "Use one of them.")
     kind = AnalysisRecipe if analysis else PretrainRecipe if pretrain else Recipe
     load_plugins()
     print(json.dumps(kind.model_json_schema(), indent=1))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from surgery import cli
-from surgery.errors import RecipeError
+from surgery.errors import RecipeError, SurgeryError
 
 INVALID = RecipeError("train.steps", 0, "Set 1 or more.")
 
@@ -53,6 +53,11 @@ def test_every_end_has_its_code_and_its_line(
     assert end(monkeypatch, ZeroDivisionError("a\nbug"), debug="1") == 1
     printed = capsys.readouterr().err
     assert "Traceback" in printed and "ZeroDivisionError: a\nbug" in printed
+
+
+def test_two_schemas_at_once_are_refused() -> None:
+    with pytest.raises(SurgeryError, match="--pretrain: and --analysis"):
+        cli.schema(pretrain=True, analysis=True)
 
 
 @pytest.fixture

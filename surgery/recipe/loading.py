@@ -151,7 +151,7 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
     except ValidationError as error:
         faults = _in_order(error.errors(include_url=False))
         first = faults[0]
-        where = ".".join(str(p) for p in first["loc"]) or "recipe"
+        where = ".".join(str(p) for p in first["loc"] if p != "[key]") or "recipe"
         wrong = first["input"]
         if not first["loc"] and isinstance(wrong, dict) and "name" in wrong:
             wrong = wrong["name"]  # sections that do not fit together: the whole recipe would be its value

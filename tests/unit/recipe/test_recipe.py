@@ -81,6 +81,7 @@ REFUSED = {
     "train.sources.0.pairs=[1,4]": "train.sources.0.pairs.0: 1. ",
     "train.sources.0.pairs=[4]": "a range [low, high]",
     "train.align.heads=5": "train.align.heads: 5. It must be a section with keys, such as {L17H3",
+    "train.align.layers={a: 1}": "train.align.layers.a: 'a'. It must be a valid integer",
     "seed=-1": "seed: -1. ",
     "name=a/b": "name: 'a/b'. Use letters, digits, dots",
     "name=..": "name: '..'. ",

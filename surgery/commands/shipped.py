@@ -21,13 +21,9 @@ def list_recipes(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         names = recipe_names()
         for name in names:
-            print(f"{name:{max(map(len, names))}}  {first_comment(shipped(name))}")
-
-
-def first_comment(path: Path) -> str:
-    """Return the text of the first comment line of a file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
+            lines = shipped(name).read_text(encoding="utf-8").splitlines()
+            comment = next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
+            print(f"{name:{max(map(len, names))}}  {comment}")
 
 
 @recipes.command("show")

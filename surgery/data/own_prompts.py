@@ -13,7 +13,7 @@ from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.offsets import tokenized
 from surgery.data.user import read_documents
 from surgery.errors import DataError
-from surgery.probes.documents import Document, Question
+from surgery.probes.documents import Document
 from surgery.recipe import Data
 
 _LOG = logging.getLogger(__name__)
@@ -35,15 +35,12 @@ def own_prompts(
     Raises:
         DataError: as `read_documents`, or no row has a place.
     """
-
-    def is_before_the_query(question: Question) -> bool:  # the prompt goes on behind the answer
-        return question.value is not None and question.value[1] < question.answer[0]
-
     limit = count if data.streaming else None
     documents, skipped = read_documents(data, tokenizer, None, limit, context, vocab_size)
     if skipped:
         _LOG.warning("locate.data: %d rows cannot be used and are skipped", skipped)
-    placed = [document for document in documents if is_before_the_query(document.questions[-1])]
+    asked = ((document, document.questions[-1]) for document in documents)
+    placed = [document for document, q in asked if q.value and q.value[1] < q.answer[0]]  # the prompt goes on behind it
     if not placed:
         hint = "Mark the place of each answer (`answer_span`), or use answers that occur once in their prompts."
         raise DataError(f"locate.data {data.path}", "no row has the place of its answer", hint)

@@ -59,7 +59,7 @@ def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]
 
 def _check_models(recipe: Recipe, base: Base, shapes_from: str, has_hub_data: bool, file: Path | None) -> list[str]:
     """Check what needs the config or the tokenizer of a model. Returns what was not checked."""
-    from surgery.models.loading import check_vocabulary, open_checkpoint
+    from surgery.models.loading import check_vocabulary, has_tokenizer, open_checkpoint
     from surgery.run.context import Run
     from surgery.run.stages import stages_of
     from surgery.train.training import make_accelerator
@@ -75,7 +75,9 @@ def _check_models(recipe: Recipe, base: Base, shapes_from: str, has_hub_data: bo
     if not shapes_from and not is_folder:
         skipped.append(f"weight files of {name}, which is on the Hub")
     lacks_tokenizer = base.tokenizer is not None and is_hub_id(source_of(base.tokenizer, None)[0])
-    if lacks_tokenizer or (shapes_from and base.tokenizer is None):
+    if base.tokenizer is None and not is_folder:  # the config alone may be here
+        lacks_tokenizer = bool(shapes_from) or not has_tokenizer(base)
+    if lacks_tokenizer:
         return [*skipped, _unavailable("tokenizer", base.tokenizer or name, "tokens of data and prompts")]
     check_vocabulary(run.tokenizer(), run.config)
     for stage in stages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from surgery.errors import ModelError, PlanError, RecipeError, SurgeryError
 from surgery.recipe import Recipe, check_recipe
-from surgery.run import evaluate_stage, locate_stage, train_stages
+from surgery.run import evaluate_stage, locate_stage, train_stages, without_weights
 from surgery.run.dry_run import dry_run
 from surgery.run.pipeline import run_pipeline
 from surgery.run.without_weights import check_installed, check_without_weights
@@ -99,8 +100,8 @@ def test_recipes_that_do_not_fit_their_models(models: Path, tmp_path: Path) -> N
                 check(recipe(models, base, **given))
 
 
-def test_what_is_on_the_hub_is_listed(models: Path, tmp_path: Path) -> None:
-    """Not a model whose config is here, whatever revision the recipe names."""
+def test_what_is_on_the_hub_is_listed(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a model whose config is here, whatever revision the recipe names. Its tokenizer need not be."""
     assert any("owner/none" in line for line in check_without_weights(recipe(models, tokenizer="owner/none")))
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "small").symlink_to(models / "base")
@@ -108,6 +109,13 @@ def test_what_is_on_the_hub_is_listed(models: Path, tmp_path: Path) -> None:
         made = check_recipe({"name": "first", "base": base, "train": {"sources": [{**KV, "weights": {"answer": 1}}]}})
         (listed,) = check_without_weights(made, tmp_path / "first.yaml")
         assert listed.startswith("tokens of data and prompts (tokenizer owner/small")
+    shutil.copytree(models / "base", tmp_path / "cached", ignore=shutil.ignore_patterns("*token*"))
+    cached = tmp_path / "cached" / "config.json"
+    monkeypatch.setattr(
+        without_weights, "try_to_load_from_cache", lambda _, name, **__: {cached.name: str(cached)}.get(name)
+    )
+    weights, tokens = check_without_weights(made)
+    assert weights.startswith("weight files of owner/small") and tokens == listed
 
 
 def test_packages_of_a_run_are_not_those_of_its_dry_run(

@@ -58,17 +58,9 @@ class LocateStage(Stage):
     def work(self, run: Run, key: str) -> None:
         recipe = run.recipe
         assert recipe.splice is not None
-        heads = locate_heads(
-            run.base(),
-            run.tokenizer(),
-            recipe.locate,
-            recipe.splice,
-            recipe.seed,
-            public_name(recipe.base.model),
-            run.revision,
-            run.reporter.progress,
-            note=partial(run.reporter.note, "memory"),
-        )
+        name, note = public_name(recipe.base.model), partial(run.reporter.note, "memory")
+        given = (run.base(), run.tokenizer(), recipe.locate, recipe.splice, recipe.seed, name, run.revision)
+        heads = locate_heads(*given, run.reporter.progress, note=note)
         if run.accelerator.is_main_process:
             write_heads(run, heads)
 

@@ -273,7 +273,9 @@ class Source(Section):
     @model_validator(mode="after")
     def _weights_have_a_meaning(self) -> Source:
         if "weights" not in self.model_fields_set:
-            raise ValueError(f"{self.name} needs `weights`, such as `weights: {{{self._usual_weight}}}`")
+            keeps = self.probe is not None and (self.probe.knowledge or self.probe.scoring == "perplexity")
+            usual = "base_kl: 1.0" if keeps or self.is_text else "answer: 1.0"
+            raise ValueError(f"{self.name} needs `weights`, such as `weights: {{{usual}}}`")
         if not self.weights.at(0.5):
             raise ValueError("every weight is 0. Give an objective a weight, or remove the source")
         if self.weights.needs("answers") and self.probe is not None and self.probe.scoring == "perplexity":
@@ -289,11 +291,6 @@ class Source(Section):
             hint = f"Set `data.columns.answer_span` to a column or to `{AUTO}`, or {names} to 0"
             raise ValueError(f"{names} needs gold positions. {hint}")
         return self
-
-    @property
-    def _usual_weight(self) -> str:
-        keeps = self.probe is not None and (self.probe.knowledge or self.probe.scoring == "perplexity")
-        return "base_kl: 1.0" if keeps or self.is_text else "answer: 1.0"
 
     @property
     def is_text(self) -> bool:

@@ -148,6 +148,9 @@ class Recipe(Section):
                 found.append(f"{name}.optimizer.floor has no effect with `schedule: constant`")
             if optimizer.lora_lr is not None and stage.trainable != "lora":
                 found.append(f"{name}.optimizer.lora_lr has no effect without `trainable: lora`")
+            for rate in ("lr", "new_heads_lr"):
+                if getattr(optimizer, rate) is not None and getattr(optimizer, f"{rate}_factor") != 1:
+                    found.append(f"{name}.optimizer.{rate}_factor has no effect with `{rate}`")
             if stage.num_steps <= optimizer.warmup:
                 what = stage.name if len(self.train.sequence) > 1 else "training"
                 given = f"{optimizer.warmup}, but {what} has {stage.num_steps} steps"

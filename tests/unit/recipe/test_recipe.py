@@ -304,6 +304,7 @@ def test_the_sizes_of_located_prompts_are_those_of_the_probe() -> None:
         ({"optimizer": {"decay": 0.5}}, "train.optimizer.decay has no effect without `schedule: wsd`"),
         ({"optimizer": {"floor": 0.5, "schedule": "constant"}}, "train.optimizer.floor has no effect with"),
         ({"optimizer": {"lora_lr": 1e-3}}, "train.optimizer.lora_lr has no effect without `trainable: lora`"),
+        ({"optimizer": {"lr": 1e-4, "lr_factor": 0.5}}, "train.optimizer.lr_factor has no effect with `lr`"),
         (
             {
                 "optimizer": {"floor": 0.5, "schedule": "constant", "lora_lr": 1e-3},

@@ -6,6 +6,7 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,7 @@ from surgery.report.text import duration_text, size_text
 from surgery.run.dry_run import dry_run
 from surgery.run.machine import GIB
 from surgery.run.measuring import SMALL, Findings
-from surgery.run.probing import ADJACENT, EASY, FAR, HARD, Say, two_digits
+from surgery.run.probing import ADJACENT, EASY, FAR, HARD, Format, Say, two_digits
 
 _AT_QUERY = ["query", "patching", "sharpen"]  # one decode step per head and column
 _MINUTES = {"locate": 5, "evaluate": 15}  # aimed at
@@ -34,6 +35,7 @@ _WIDTH = 116  # of a comment
 _MOST = 3  # accuracies to list in a comment
 # `steps` of small bases; `read_steps` and `steps` of others, and of those on a CPU, where steps are slow. Measured
 # were the first (docs/your-model.md) and the last (paper/SCALE.md).
+_LONG = (3, 6)  # digits
 _STEPS, _STEPS_OF_NEW_HEADS, _STEPS_ON_A_CPU = 500, (400, 100), (250, 30)
 _SPREAD = f"From {SMALL // 10**6} million weights on"  # one base was measured, of 24 million (paper/SCALE.md)
 
@@ -213,22 +215,32 @@ def _train(draft: _Draft, found: Findings) -> None:
 
 def _sources(found: Findings, slow: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """Choose the sources of training, each with its reason."""
-    rows, text_rows = (2, 2) if slow else (8, 12 if found.is_small else 8)
-    low, high = max(2, found.pairs // 2), min(2 * found.pairs, max(found.sizes))
-    retrieval: dict[str, Any] = {"task": found.form.task, "pairs": [low, high], **found.form.keys}
-    retrieval |= {"questions": 12, "rows": rows}
-    retrieval |= {"train_eos": True} if found.form.probe.newline_ends_answer else {}
-    retrieval["weights"] = {"answer": 2.0, "attention": 1.0}
-    sources, reasons = [], []
+    rows, text_rows = (3, 2) if slow else (8, 12 if found.is_small else 8)
+    low, high = _trained(found)
     size = f"{low} to {high} pairs, half to twice as many as located."
-    if found.form == FAR:
-        near = {key: value for key, value in retrieval.items() if key != "filler"}
-        adjacent = max(1, rows // 4)
-        sources += [{**retrieval, "filler": [0, 12], "rows": rows - adjacent}, {**near, "rows": adjacent}]
-        reasons += [f"{size} Fewer words between than in the evaluation.", "The same pairs, adjacent."]
+    size += " Fewer words between than in the evaluation." if found.form == FAR else ""
+    sources: list[dict[str, Any]] = []
+    reasons: list[str] = []
+
+    def add(form: Format, pairs: list[int], questions: int, rows: int, reason: str) -> None:
+        keys = form.keys | ({"filler": [0, 12]} if form.filler else {})
+        source = {"task": form.task, "pairs": pairs, **keys, "questions": questions, "rows": rows}
+        source |= {"train_eos": True} if form.probe.newline_ends_answer else {}
+        sources.append({**source, "weights": {"answer": 2.0, "attention": 1.0}})
+        reasons.append(reason)
+
+    longer = _longer(found)
+    part = max(1, rows // 4)
+    if longer:
+        add(found.form, [low, high], 48, rows - part * len(longer), size)
+        for form in longer:
+            reason = "Values of several tokens: other heads read the later ones."
+            add(form, [max(2, low // 3), _fewer(high)], 16, part, reason)
+    elif found.form == FAR:
+        add(FAR, [low, high], 12, rows - part, size)
+        add(ADJACENT, [low, high], 12, part, "The same pairs, adjacent.")
     else:
-        sources.append(retrieval)
-        reasons.append(size)
+        add(found.form, [low, high], 12, rows, size)
     if found.own_data is not None:
         sources.append(found.own_data[0])
         reasons.append(found.own_data[1])
@@ -242,9 +254,29 @@ def _sources(found: Findings, slow: bool) -> tuple[list[dict[str, Any]], list[st
     return sources, reasons
 
 
+def _trained(found: Findings) -> tuple[int, int]:
+    """Fewest and most pairs to train on."""
+    return max(2, found.pairs // 2), min(2 * found.pairs, max(found.sizes))
+
+
+def _fewer(pairs: int) -> int:
+    """Number of pairs with longer values that are about as many tokens."""
+    return max(2, pairs * 2 // 5)
+
+
+def _longer(found: Findings) -> list[Format]:
+    """Formats with values of several tokens: that of locating, and records if the base answers them."""
+    if found.is_small or found.share is None:
+        return []
+    forms = [found.form, *(form for form in found.screening.able if form.task == "records" and form != found.form)]
+    fit = [form for form in forms if "value_digits" in form.probe.options and form.value_digits is None]
+    return [replace(form, value_digits=_LONG) for form in fit]
+
+
 def _evaluate(draft: _Draft, found: Findings) -> None:
     tasks: list[dict[str, Any]] = [{"task": found.form.task, "pairs": list(found.sizes), **found.form.keys}]
     reasons = ["Half to four times as many pairs as located: twice as many are trained on, at most."]
+    longer = {form.task: form for form in _longer(found)}
     others = {form: share for form, share in found.screening.able.items() if form != found.form}
     if found.form == FAR:
         others.pop(ADJACENT, None)
@@ -254,14 +286,19 @@ def _evaluate(draft: _Draft, found: Findings) -> None:
     for form, share in others.items():
         name = {"name": "apart"} if form == FAR else {"name": "adjacent_pairs"} if form == ADJACENT else {}
         tasks.append({"task": form.task, "pairs": [found.screening.pairs], **form.keys, **name})
-        reasons.append(f"Never trained on here. The base answers {share}.")
+        trained = "Trained with longer values" if form.task in longer else "Never trained on here"
+        reasons.append(f"{trained}. The base answers {share}.")
+    for form in longer.values():
+        longest = {"name": f"{form.task}_long", "pairs": [_fewer(_trained(found)[1])], "value_digits": [4, _LONG[1]]}
+        tasks.append({"task": form.task, **form.keys, **longest})
+        reasons.append("")
     for task, share in found.known.items():
         tasks.append({"task": task})
         reasons.append(f"The base answers {share}.")
     tasks.append({"task": "perplexity"})
     reasons.append(f"Of sentences: {found.perplexity:.3g} before training.")
     tokens = sum(found.tokens_of(n) for task in tasks for n in task.get("pairs", (_PAIRS_OF_UNSIZED,)))
-    arms = 4 if found.is_small else 3  # base, hybrid, hybrid without its new heads; a trained control
+    arms = 4 if found.is_small else 2  # base and hybrid; a trained control, and the hybrid without its new heads
     seconds = [(n, n * tokens * arms / found.tokens_per_second) for n in (200, 100, 50, 32)]
     examples, time = next((pair for pair in seconds if pair[1] <= _MINUTES["evaluate"] * 60), seconds[-1])
     draft.set("evaluate.tasks", [task["task"] if len(task) == 1 else task for task in tasks])

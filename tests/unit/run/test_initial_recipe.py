@@ -121,6 +121,12 @@ def test_large_bases_train_new_heads_which_first_learn_to_read(monkeypatch: pyte
         (130_000_000, replace(CPU, memory=2**16), 280, {"micro_batch": 1}),
     ):
         recipe, text = written(findings(parameters=parameters, machine=machine))
+        pairs, *longer = (source for source in recipe.train.sources if source.weights.uses("attention"))
+        assert pairs.value_digits is None and [(s.name, s.value_digits) for s in longer] == [
+            ("kv_retrieval", (3, 6)),
+            ("records", (3, 6)),
+        ]
+        assert {"kv_retrieval_long", "records_long"} <= {entry.result_name for entry in recipe.evaluate.tasks}
         assert {key: getattr(recipe.train, key) for key in expected} == expected
         assert recipe.train.num_all_steps == steps and not recipe.train.has_control
         assert [stage.trainable for stage in recipe.train.sequence] == ["reads", "new_heads"]

@@ -33,9 +33,9 @@ _PAIRS_OF_UNSIZED = 4  # pairs that are as long as a prompt of a task without pa
 Place = tuple[str | int, ...]  # of a value, such as `("train", "sources", 0)`
 _WIDTH = 116  # of a comment
 _MOST = 3  # accuracies to list in a comment
+_LONG = (3, 6)  # digits of a value of several tokens
 # `steps` of small bases; `read_steps` and `steps` of others, and of those on a CPU, where steps are slow. Measured
 # were the first (docs/your-model.md) and the last (paper/SCALE.md).
-_LONG = (3, 6)  # digits
 _STEPS, _STEPS_OF_NEW_HEADS, _STEPS_ON_A_CPU = 500, (400, 100), (250, 30)
 _SPREAD = f"From {SMALL // 10**6} million weights on"  # one base was measured, of 24 million (paper/SCALE.md)
 
@@ -260,7 +260,7 @@ def _trained(found: Findings) -> tuple[int, int]:
 
 
 def _fewer(pairs: int) -> int:
-    """Number of pairs with longer values that are about as many tokens."""
+    """Number of pairs with longer values. More brought nothing (paper/SCALE.md)."""
     return max(2, pairs * 2 // 5)
 
 
@@ -289,9 +289,9 @@ def _evaluate(draft: _Draft, found: Findings) -> None:
         trained = "Trained with longer values" if form.task in longer else "Never trained on here"
         reasons.append(f"{trained}. The base answers {share}.")
     for form in longer.values():
-        longest = {"name": f"{form.task}_long", "pairs": [_fewer(_trained(found)[1])], "value_digits": [4, _LONG[1]]}
+        longest = {"pairs": [_fewer(_trained(found)[1])], "value_digits": [4, _LONG[1]], "name": f"{form.task}_long"}
         tasks.append({"task": form.task, **form.keys, **longest})
-        reasons.append("")
+        reasons.append("The most pairs that are trained, with values of several tokens.")
     for task, share in found.known.items():
         tasks.append({"task": task})
         reasons.append(f"The base answers {share}.")

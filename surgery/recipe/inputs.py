@@ -8,11 +8,11 @@ from typing import Any
 from surgery.recipe.section import Section
 
 # Recipe keys whose value may be a file or folder.
-_READ = ("model", "tokenizer", "tokenizer_text", "path", "heads", "chat_template")
+_READ = ("model", "tokenizer", "tokenizer_text", "path", "heads", "chat_template", "llama_cpp")
 
 
 def inputs_of(recipe: Section, file: Path | None = None) -> dict[str, str]:
-    """List the models, tokenizers, heads, data and chat templates that a recipe names.
+    """List the models, tokenizers, heads, data, chat templates and converters that a recipe names.
 
     Args:
         recipe: any kind of recipe.

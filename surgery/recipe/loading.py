@@ -110,6 +110,7 @@ def no_recipe(name: str) -> RecipeError:
 
 
 _MOST = 120  # characters of a value in an error
+_NO_KEYS = ("[key]", "mamba2", "llama")  # pydantic names the keys of a mapping so, and the kinds of `model`
 # Patterns of names in words.
 _ALLOWED = {
     RECIPE_NAME: "Use letters, digits, dots, hyphens and underscores, at most 200, and begin with a letter or a digit",
@@ -151,7 +152,7 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
     except ValidationError as error:
         faults = _in_order(error.errors(include_url=False))
         first = faults[0]
-        where = ".".join(str(p) for p in first["loc"] if p != "[key]") or "recipe"
+        where = ".".join(str(p) for p in first["loc"] if p not in _NO_KEYS) or "recipe"
         wrong = first["input"]
         if not first["loc"] and isinstance(wrong, dict) and "name" in wrong:
             wrong = wrong["name"]  # sections that do not fit together: the whole recipe would be its value

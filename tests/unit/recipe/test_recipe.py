@@ -190,6 +190,8 @@ def test_a_recipe_is_written_with_every_default_and_read_again(tmp_path: Path) -
     pretrain = load_recipe(tmp_path / "p.yaml", ["model.num_hidden_layers=2"], PretrainRecipe)
     assert (pretrain.model.hidden_size, pretrain.model.num_hidden_layers) == (32, 2)
     assert check_recipe(load_yaml(to_yaml(pretrain)), PretrainRecipe) == pretrain
+    with pytest.raises(RecipeError, match=r"^model\.hidden_size: 0\."):
+        load_recipe(tmp_path / "p.yaml", ["model.hidden_size=0"], PretrainRecipe)
     for section, name in ((made, "seed"), (made.train, "steps"), (made.train.sources[0].weights, "answer")):
         with pytest.raises(ValidationError):
             setattr(section, name, 1)

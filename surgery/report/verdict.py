@@ -217,7 +217,9 @@ def _points(test: Entry | None) -> str:
     if test is None:
         return ""
     low, high = (f"{100 * test[end]:+.1f}" for end in ("low", "high"))
-    return f" ({100 * test['difference']:+.1f} points [{low}, {high}], p {p_text(test['p_two_sided'])})"
+    p = test["p_two_sided"]
+    corrected = ", too high with Holm's correction over all tasks" if p < 0.05 and not test["significant"] else ""
+    return f" ({100 * test['difference']:+.1f} points [{low}, {high}], p {p_text(p)}{corrected})"
 
 
 def _begins_better(entry: Entry) -> bool:

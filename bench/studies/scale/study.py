@@ -132,22 +132,22 @@ def _printed(arm: Arm) -> Any:
     return on_step
 
 
-def run(experiment: Experiment, arms: Sequence[Arm], others: Sequence[Path] = ()) -> None:
+def run(experiment: Experiment, arms: Sequence[Arm], more: Sequence[Path] = ()) -> None:
     """Run the arms that have no result, and measure the base and models of other runs."""
     base, tokenizer = load(experiment.base)
-    prompts = identity(experiment.contexts, experiment.questions)
+    others = (revision_of(Base(model=str(experiment.base))), identity(experiment.contexts, experiment.questions))
     folder = experiment.folder / "arms"
     for arm in arms:
-        path, key = folder / arm.file, arm.identity(revision_of(Base(model=str(experiment.base))), prompts)
+        path, key = folder / arm.file, arm.identity(*others)
         if finished(path, key) is None:
             save(path, {"key": key, **experiment.run_arm(arm, base, tokenizer)})
             print(f"{arm.name}: {path}", flush=True)
-    names = {"base": experiment.base, **{"-".join(path.parts[-2:]): path for path in others}}
-    for name, model in names.items():
-        path, key = folder / f"{name}.json", revision_of(Base(model=str(model))) + prompts
+    for model in (experiment.base, *more):
+        name = "base" if model == experiment.base else "-".join(model.parts[-2:])
+        path, key = folder / f"{name}.json", revision_of(Base(model=str(model))) + others[1]
         if finished(path, key) is None:
-            measured_here = experiment.measure(*load(model))
-            save(path, {"key": key, "arm": {"name": name}, "measured": measured_here})
+            given = (base, tokenizer) if model == experiment.base else load(model)
+            save(path, {"key": key, "arm": {"name": name}, "measured": experiment.measure(*given)})
 
 
 def table(folder: Path) -> Iterator[str]:
@@ -179,7 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--contexts", type=int, default=16, help="contexts of each kind of prompt")
     options.add_argument("--questions", type=int, default=16, help="questions about a context")
     options.add_argument("--only", nargs="*", help="names of arms")
-    options.add_argument("--measure", nargs="*", type=Path, default=[], help="exports to measure on the same prompts")
+    options.add_argument(
+        "--measure", nargs="*", type=Path, default=[], help="models of other runs, measured on the same prompts"
+    )
     options.add_argument("--seed", type=int, default=0, help="added to the seed of every arm")
     options.add_argument("--list", action="store_true", help="print the names of the arms")
     options.add_argument("--table", action="store_true", help="print the table of all results")

@@ -40,7 +40,7 @@ from surgery.commands.init import BaseOption, DataFile, Tokenizer, init, recipe_
 from surgery.commands.progress import NO_READER, Bars, PlainStream, out, show_progress, silence_libraries
 from surgery.commands.shipped import examples, recipes
 from surgery.commands.show import show
-from surgery.commands.threads import use_free_cores
+from surgery.commands.threads import set_up_cpu
 from surgery.commands.validate import validate
 from surgery.errors import SurgeryError, is_out_of_memory, naming, summary
 from surgery.files.atomic import is_full
@@ -117,7 +117,7 @@ def _run(
     dry: bool = False,
 ) -> None:
     if not dry:
-        use_free_cores()
+        set_up_cpu()
     loaded = load_recipe(path, overrides or ())
     folder = runs / loaded.name
     if dry:
@@ -179,7 +179,7 @@ def sweep(
     from surgery.recipe.grid import load_grid
 
     if not dry_run:
-        use_free_cores()
+        set_up_cpu()
     grid = load_grid(recipe, values)
     folder = runs / f"{grid.name}-sweep"
     from surgery.run.recipe_sweep import plan_sweep, run_sweep
@@ -238,7 +238,7 @@ def analyse(
     runs: Runs = Path("runs"),
 ) -> None:
     """Evaluate a model with heads disabled, layers dropped or attention masked. Trains nothing."""
-    use_free_cores()
+    set_up_cpu()
     loaded = load_recipe(recipe, overrides or (), AnalysisRecipe)
     from surgery.run.analysis import analyse as work
 
@@ -256,7 +256,7 @@ def pretrain(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that this toolkit wrote.")] = False,
 ) -> None:
     """Pretrain a small base model from scratch."""
-    use_free_cores()
+    set_up_cpu()
     loaded = load_recipe(recipe, overrides or (), PretrainRecipe)
     from surgery.run.pretrain import pretrain as work
 

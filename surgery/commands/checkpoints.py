@@ -12,7 +12,7 @@ import typer
 from surgery.commands.arguments import Plugins, Runs, TrustRemoteCode
 from surgery.commands.progress import Bars, out
 from surgery.commands.tables import print_comparison, print_model
-from surgery.commands.threads import use_free_cores
+from surgery.commands.threads import set_up_cpu
 from surgery.errors import SurgeryError, naming, reading
 from surgery.recipe import Base
 
@@ -44,7 +44,7 @@ def generate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Generate text with a checkpoint."""
-    use_free_cores()
+    set_up_cpu()
     import torch
 
     from surgery.data.offsets import tokenized
@@ -89,7 +89,7 @@ def compare(
     runs: Runs = Path("runs"),
 ) -> None:
     """Evaluate checkpoints on the same prompts. Choose tasks with 'evaluate.tasks=[kv_retrieval]'."""
-    use_free_cores()
+    set_up_cpu()
     from surgery.run.compare import compare_models, load_comparison
 
     # A path may contain `=`. A key never contains a slash.
@@ -107,7 +107,7 @@ def verify(
     plugins: Plugins = None,
 ) -> None:
     """Verify an export: check every file and reload the model in stock transformers."""
-    use_free_cores()
+    set_up_cpu()
     from surgery.export.verify import verify_folder
 
     checks = verify_folder(folder, trust_remote_code, plugins or ())
@@ -142,7 +142,7 @@ def publish(
     plugins: Plugins = None,
 ) -> None:
     """Upload an export to the Hub (private by default) and verify it. Safe to re-run."""
-    use_free_cores()
+    set_up_cpu()
     from surgery.export.publish import check_request
     from surgery.export.publish import publish as work
     from surgery.export.verify import check_publishable

@@ -10,7 +10,7 @@ import typer
 
 from surgery.commands.arguments import TrustRemoteCode
 from surgery.commands.progress import say
-from surgery.commands.threads import use_free_cores
+from surgery.commands.threads import set_up_cpu
 from surgery.errors import RunError, SurgeryError, naming
 from surgery.files.atomic import write_text
 from surgery.recipe import find_recipe, load_recipe
@@ -48,7 +48,7 @@ def recipe_text(model: str, data: str | None, tokenizer: str | None, trust_remot
     if os.environ.get("WORLD_SIZE", "1") != "1":
         hint = "Run `surgery init MODEL > my.yaml` in one process, then launch `surgery run my.yaml`."
         raise RunError("num_processes", os.environ["WORLD_SIZE"], hint)
-    use_free_cores()
+    set_up_cpu()
     from surgery.run.initial_recipe import write_recipe
     from surgery.run.measuring import measure_base
 

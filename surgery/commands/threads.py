@@ -1,4 +1,4 @@
-"""Choose how many threads a command computes with, from the cores that are free."""
+"""Set up the CPU for a command: its number of threads, from the cores that are free, and its memory pages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from surgery.commands.progress import say
 SAMPLE = 0.2  # seconds over which the use of the cores is measured
 
 
-def use_free_cores() -> None:
-    """Set the number of threads to that of the free cores, and print it if it is lower than that of all cores.
+def set_up_cpu() -> None:
+    """Let torch use huge pages, and as many threads as cores are free. Prints this number if it is not that of all.
 
     OpenMP threads wait for each other, so a thread without a core of its own delays all others. Call it before torch is
     imported: OpenMP, MKL and the processes that a command starts read the number from OMP_NUM_THREADS. Changes nothing
-    if the user has set a number, or if torch is imported, since its number is then the caller's.
+    that the user has set, and no number of threads if torch is imported, since its number is then the caller's.
     """
+    # malloc maps tensors above 32 MiB anew each time. Their pages took a third of a long pass (paper/BENCHMARKS.md).
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if "torch" in sys.modules or {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         return
     cores, ranks = psutil.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from surgery.commands import threads
-from surgery.commands.threads import cpu_quota, free_threads, use_free_cores
+from surgery.commands.threads import cpu_quota, free_threads, set_up_cpu
 
 
 def test_threads_are_free_cores_shared_by_ranks() -> None:
@@ -51,7 +51,7 @@ def test_the_quota_is_the_smallest_of_all_control_groups(tmp_path: Path) -> None
 @pytest.fixture
 def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen cores, of which others use twelve. torch is not imported yet, and no number of threads is set."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE", "RANK"):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE", "RANK", "THP_MEM_ALLOC_ENABLE"):
         monkeypatch.setenv(name, "")  # so that what the test sets is removed after it
         monkeypatch.delenv(name)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -66,18 +66,19 @@ def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_free_cores_are_used_and_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A number that is set already stays: by the user, or by torch itself on a free machine."""
     monkeypatch.setenv("MKL_NUM_THREADS", "3")
-    use_free_cores()
+    set_up_cpu()
     monkeypatch.delenv("MKL_NUM_THREADS")
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "cpu_percent", lambda interval: 1.0)
-        use_free_cores()
+        set_up_cpu()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
     assert "OMP_NUM_THREADS" not in os.environ and capsys.readouterr().err == ""
     said = "  threads  4 on 16 cores, of which others use 12.0. Set OMP_NUM_THREADS to change it.\n"
     for number, ranks, printed in (("4", {}, said), ("2", {"LOCAL_WORLD_SIZE": "4", "RANK": "1"}, "")):
         for name, value in ranks.items():  # only the first rank prints
             monkeypatch.setenv(name, value)
         os.environ.pop("OMP_NUM_THREADS", None)
-        use_free_cores()
-        use_free_cores()  # `surgery run --base` measures the base first
+        set_up_cpu()
+        set_up_cpu()  # `surgery run --base` measures the base first
         assert os.environ["OMP_NUM_THREADS"] == number
         assert capsys.readouterr() == ("", printed), "standard output is the result, such as a recipe"

@@ -126,6 +126,8 @@ def test_large_bases_train_new_heads_which_first_learn_to_read(monkeypatch: pyte
             ("kv_retrieval", (3, 6)),
             ("records", (3, 6)),
         ]
+        kept = [source.name for source in recipe.train.sources if source.weights.uses("base_kl")]
+        assert kept == ["closed_book", "statement", "base_text"]
         assert {"kv_retrieval_long", "records_long"} <= {entry.result_name for entry in recipe.evaluate.tasks}
         assert {key: getattr(recipe.train, key) for key in expected} == expected
         assert recipe.train.num_all_steps == steps and not recipe.train.has_control

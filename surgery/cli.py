@@ -243,8 +243,7 @@ def analyse(
     from surgery.run.analysis import analyse as work
 
     with Bars() as bars:
-        bars.start("analyse", "evaluating every arm")
-        results = work(loaded, runs / loaded.name, overwrite, bars.progress, recipe)
+        results = work(loaded, runs / loaded.name, overwrite, bars, recipe)
     tables.print_analysis(results, runs / loaded.name)
 
 
@@ -261,8 +260,7 @@ def pretrain(
     from surgery.run.pretrain import pretrain as work
 
     with Bars() as bars:
-        bars.start("pretrain", f"pretraining {loaded.name}")
-        work(loaded, to, bars.progress, overwrite, recipe)
+        work(loaded, to, bars, overwrite, recipe)
     out.print(f"wrote {to}")
 
 

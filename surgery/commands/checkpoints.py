@@ -96,8 +96,7 @@ def compare(
     named = [word for word in models if "=" not in word or "/" in word.split("=")[0] or os.path.isdir(word)]
     loaded = load_comparison(named, [word for word in models if word not in named])
     with Bars() as bars, naming("MODEL", "base.model"):
-        bars.start("compare", "evaluating every model")
-        results = compare_models(loaded, runs / loaded.name, bars.progress)
+        results = compare_models(loaded, runs / loaded.name, bars)
     print_comparison(results, runs / loaded.name)
 
 

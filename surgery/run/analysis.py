@@ -34,20 +34,20 @@ from surgery.models.runtime import run_device
 from surgery.recipe import AnalysisRecipe, Change, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.recipe.public import is_hub_id
+from surgery.run.context import Reporter, Silent, part_of
 from surgery.run.expansion import check_change, expand, off_heads, swap_plan
 from surgery.splice.graft import splice_model
 from surgery.stats import holm, mcnemar, wilson
 
 VERSION = 1  # increased when the score of an arm changes for the same inputs
 LEVEL = 0.05
-Tick = Callable[[int, int, str], None]
 
 
 def analyse(
     recipe: AnalysisRecipe,
     folder: Path,
     overwrite: bool = False,
-    progress: Tick | None = None,
+    reporter: Reporter | None = None,
     file: Path | None = None,
 ) -> dict[str, Any]:
     """Evaluate the base and each changed model on the same prompts. Writes `analysis.json`, the recipe and figures.
@@ -57,8 +57,7 @@ def analyse(
         folder: must not hold a finished analysis unless `overwrite` is set. An interrupted analysis is resumed: every
             evaluated arm is a file under `arms/`.
         overwrite: remove an earlier analysis.
-        progress: called with (done, total, arm) after each task. The total grows after the sweep `prune`, which
-            determines the other arms.
+        reporter: receives progress. The total grows after the sweep `prune`, which determines the other arms.
         file: the recipe's file. It must not lie in a folder that is removed.
 
     Returns:
@@ -78,8 +77,10 @@ def analyse(
         write_text(folder / "recipe.yaml", to_yaml(recipe))
         mark(folder, "analysis")
         table, pruned = _Table(recipe, folder), sweeps.get("prune", [])
+        reporter = reporter or Silent()
+        reporter.start("analyse", "evaluating every arm")
         arms: dict[str, Arm] = {}
-        _score(table, [None, *pruned], arms, progress)
+        _score(table, [None, *pruned], arms, reporter)
         minimal = None
         if pruned:
             minimal = minimal_model(arms, [c.name for c in pruned], config.num_hidden_layers, recipe.margin)
@@ -87,7 +88,7 @@ def analyse(
         rest = [*single, *(c for kind, changes in sweeps.items() if kind != "prune" for c in changes)]
         for change in rest:
             check_change(change, config, recipe.teacher, teacher_config)
-        _score(table, rest, arms, progress)
+        _score(table, rest, arms, reporter)
         choices = table.prompts.choices
         chance = {task: [1 / len(d.questions[-1].choices) for d in documents] for task, documents in choices.items()}
         results = {
@@ -206,17 +207,12 @@ class _Table:
             return evaluate_model(self.model, *arguments)
 
 
-def _score(table: _Table, changes: Sequence[Change | None], arms: dict[str, Arm], progress: Tick | None) -> None:
+def _score(table: _Table, changes: Sequence[Change | None], arms: dict[str, Arm], reporter: Reporter) -> None:
     """Evaluate `changes` and add them to `arms`."""
     total = len(arms) + len(changes)
     for change in changes:
-        name, index = "base" if change is None else change.name, len(arms)
-
-        def tick(done: int, steps: int, name: str = name, index: int = index) -> None:
-            if progress is not None:
-                progress(index * steps + done, total * steps, name)
-
-        arms[name] = table.arm(change, tick)
+        name = "base" if change is None else change.name
+        arms[name] = table.arm(change, part_of(reporter, name, len(arms), total))
 
 
 def minimal_model(arms: Mapping[str, Arm], pruned: Sequence[str], layers: int, margin: float) -> dict[str, Any]:

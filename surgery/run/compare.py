@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +30,7 @@ from surgery.recipe.public import public_name
 from surgery.recipe.section import Plugins, Section, Seed
 from surgery.recipe.yaml import apply
 from surgery.registry import load_plugins
-
-Tick = Callable[[int, int, str], None]
+from surgery.run.context import Reporter, Silent, part_of
 
 
 class Comparison(Section):
@@ -88,7 +87,7 @@ def load_comparison(models: Sequence[str], overrides: Sequence[str] = ()) -> Com
     return check_recipe({**data, "models": list(models)}, Comparison)  # type: ignore[type-var]
 
 
-def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = None) -> dict[str, Any]:
+def compare_models(recipe: Comparison, folder: Path, reporter: Reporter | None = None) -> dict[str, Any]:
     """Evaluate every model on the same prompts, and write `results.json` and figures into `folder`.
 
     Models with the same tokenizer as the first model get the same tokens, and a paired test against the first model. A
@@ -97,7 +96,7 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
     Args:
         recipe: models and tasks.
         folder: new, empty, or that of an earlier comparison, which is replaced.
-        progress: called with (done, total, model) after each task.
+        reporter: receives progress, once all models are checked.
 
     Returns:
         Keys as in `results.json` of a run: `arms`, `comparisons`, `skipped`, `efficiency`, `seconds`; `models` and
@@ -111,7 +110,7 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
         inputs = {f"models.{i}": model for i, model in enumerate(recipe.models)}
         check_replaceable("folder", folder, "comparison", inputs, "Set another name, such as name=my-comparison.")
         began = time.perf_counter()
-        results, models = _evaluate(recipe, recipe.bases(), progress)
+        results, models = _evaluate(recipe, recipe.bases(), reporter or Silent())
         from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
         from surgery.report.figures.curves import accuracy_by_pairs
 
@@ -129,7 +128,7 @@ def compare_models(recipe: Comparison, folder: Path, progress: Tick | None = Non
 
 
 def _evaluate(
-    recipe: Comparison, bases: Mapping[str, Base], progress: Tick | None
+    recipe: Comparison, bases: Mapping[str, Base], reporter: Reporter
 ) -> tuple[dict[str, Any], dict[str, PreTrainedModel]]:
     """Evaluate the models. Returns the results, and the models by name if efficiency is measured."""
     tokenizers = {name: load_tokenizer(base) for name, base in bases.items()}
@@ -146,14 +145,11 @@ def _evaluate(
         else make_prompts(recipe.evaluate, recipe.seed, tokenizer=other)
         for name, other in tokenizers.items()
     }
+    reporter.start("compare", "evaluating every model")
     arms: dict[str, Arm] = {}
     models: dict[str, PreTrainedModel] = {}
     for index, (name, base) in enumerate(bases.items()):
-
-        def tick(done: int, total: int, name: str = name, index: int = index) -> None:
-            if progress is not None:
-                progress(index * total + done, len(bases) * total, name)
-
+        tick = part_of(reporter, name, index, len(bases))
         model = load_model(base).to(run_device())  # type: ignore[arg-type]
         arms[name] = evaluate_model(model, tokenizers[name], recipe.evaluate, recipe.seed, prompts[name], tick)
         if recipe.evaluate.efficiency is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +51,11 @@ class Silent(ProgressLines):
 
     def __init__(self) -> None:
         super().__init__(lambda line: None)
+
+
+def part_of(reporter: Reporter, name: str, index: int, count: int) -> Callable[[int, int], None]:
+    """Report the progress of one of `count` parts, which take as many steps each."""
+    return lambda done, total: reporter.progress(index * total + done, count * total, name)
 
 
 @dataclass

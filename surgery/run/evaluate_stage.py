@@ -34,7 +34,7 @@ from surgery.probes.registry import PROBES
 from surgery.recipe import as_base
 from surgery.report.results import LONGEST_EXAMPLE, arm_label, ordered_arms
 from surgery.report.run_report import write_report
-from surgery.run.context import Run, sample_batch
+from surgery.run.context import Run, part_of, sample_batch
 from surgery.run.stage import PROMPTS, Stage
 
 _LINKED = ("locate.html", "heads.csv", "plan.json", "results.json", "recipe.yaml")  # files that the report links
@@ -75,18 +75,15 @@ class EvaluateStage(Stage):
         arms: dict[str, Arm] = {}
         more: dict[str, Any] = {"sizes": {}, "skipped": skipped}
         for index, (name, load) in enumerate(models.items()):
-
-            def progress(done: int, total: int, name: str = name, index: int = index) -> None:
-                run.reporter.progress(index * total + done, len(models) * total, name)
-
             model = load()
             if name in ("base", "hybrid"):
                 more["sizes"][name] = asdict(sizes_of(model))
             given, section = prompts, recipe.evaluate
+            tick = part_of(run.reporter, name, index, len(models))
             if twice is not None and name.endswith(READ_TWICE):
                 given, section = twice, section.model_copy(update={"lm_eval": None})
             with heads_off(model) if name == HEADS_OFF else nullcontext():
-                arms[name] = evaluate_model(model, run.tokenizer(), section, recipe.seed, given, progress)
+                arms[name] = evaluate_model(model, run.tokenizer(), section, recipe.seed, given, tick)
             mark_seen(arms[name].summary, section, recipe.train)
             if name == "hybrid":
                 more["example"] = _example(run, prompts, arms, model)

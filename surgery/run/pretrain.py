@@ -6,7 +6,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,8 @@ from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.recipe.public import public_recipe
 from surgery.report.results import cell_of, entries, label_of
+from surgery.run.context import Reporter, Silent
 from surgery.train.training import make_accelerator, train_model
-
-Progress = Callable[[int, int, str], None]
 
 
 def build_model(shape: TinyMamba2 | TinyTransformer, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
@@ -89,7 +88,7 @@ def _look_back(model: LlamaForCausalLM, offsets: tuple[int, ...], gap: float = 4
 def pretrain(
     recipe: PretrainRecipe,
     folder: Path,
-    progress: Progress | None = None,
+    reporter: Reporter | None = None,
     overwrite: bool = False,
     file: Path | None = None,
 ) -> None:
@@ -98,7 +97,7 @@ def pretrain(
     Args:
         recipe: the validated recipe.
         folder: checkpoint folder. `FOLDER.steps` next to it has the checkpoints to resume from.
-        progress: called after each step with its number, the number of steps and a note.
+        reporter: receives progress.
         overwrite: replace a model that this toolkit wrote into `folder`.
         file: the recipe's file, which must not lie in a folder that is removed.
 
@@ -111,10 +110,10 @@ def pretrain(
         if check_replaceable("--to", folder, "model", inputs_of(recipe, file)) and not overwrite:
             hint = "The folder already holds a model. Set another folder, or pass --overwrite."
             raise RunError("--to", str(folder), hint)
-        _pretrain(recipe, folder, progress)
+        _pretrain(recipe, folder, reporter or Silent())
 
 
-def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -> None:
+def _pretrain(recipe: PretrainRecipe, folder: Path, reporter: Reporter) -> None:
     accelerator = make_accelerator()
     if accelerator.num_processes > 1:
         hint = "Pretraining runs in one process. Launch it without torchrun."
@@ -147,9 +146,9 @@ def _pretrain(recipe: PretrainRecipe, folder: Path, progress: Progress | None) -
     write_json(inputs_file, inputs)
 
     def on_step(step: int, entries: list[dict[str, float]]) -> None:
-        if progress is not None:
-            progress(step, recipe.train.num_all_steps, f"loss {entries[-1]['loss']:.3f}")
+        reporter.progress(step, recipe.train.num_all_steps, f"loss {entries[-1]['loss']:.3f}")
 
+    reporter.start("pretrain", f"pretraining {recipe.name}")
     try:
         history = train_model(
             model, tokenizer, recipe.train, seed=recipe.seed, folder=steps, accelerator=accelerator, on_step=on_step

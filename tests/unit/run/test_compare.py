@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -46,8 +47,10 @@ def test_what_cannot_be_meant_is_refused() -> None:
 def test_models_are_held_against_the_first(folders: list[str], tmp_path: Path) -> None:
     (tmp_path / "twin").symlink_to(folders[0])
     costs = "evaluate.efficiency={lengths: [8], new_tokens: 1, repeats: 1}"
-    folder = tmp_path / "out"
-    found = compare_models(load_comparison([*folders, str(tmp_path / "twin")], [*FEW, costs]), folder)
+    folder, reporter = tmp_path / "out", Mock()
+    found = compare_models(load_comparison([*folders, str(tmp_path / "twin")], [*FEW, costs]), folder, reporter)
+    assert reporter.mock_calls[0] == call.start("compare", "evaluating every model")
+    assert reporter.progress.call_args.args == (6, 6, "base (2)")
     assert list(found["arms"]) == ["base (1)", "hybrid", "base (2)"] and not found["skipped"]
     tested = [(arm, list(of)) for arm, of in found["comparisons"].items()]
     assert tested == [("hybrid", ["base (1)"]), ("base (2)", ["base (1)"])]
@@ -66,6 +69,7 @@ def test_faults_of_a_later_model_are_found_before_the_first_is_evaluated(
     folders: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparison, "evaluate_model", lambda *_: pytest.fail("a model was evaluated"))
+    reporter = Mock()
     for vocabulary, says in (
         (len(pico_tokenizer()), "backbone.layers.1.mixer.in_proj.weight holds NaN"),
         (61, "largest token id is 972"),
@@ -76,6 +80,6 @@ def test_faults_of_a_later_model_are_found_before_the_first_is_evaluated(
         model.save_pretrained(broken)
         pico_tokenizer().save_pretrained(broken)
         with pytest.raises(ModelError) as error:
-            compare_models(load_comparison([*folders, str(broken)], FEW), tmp_path / "out")
+            compare_models(load_comparison([*folders, str(broken)], FEW), tmp_path / "out", reporter)
         assert str(broken) in str(error.value) and says in str(error.value.value)
-        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "out").exists() and not reporter.mock_calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,13 +128,13 @@ def test_what_is_resumed_is_the_same_training(tmp_path: Path) -> None:
             pretrain(made(), tmp_path / stranger / "base")
         assert (tmp_path / stranger / "base.steps" / stranger).is_dir()
     with pytest.raises(KeyboardInterrupt):
-        pretrain(made(), tmp_path / "base", stop)
+        pretrain(made(), tmp_path / "base", Mock(progress=stop))
     for changed in ({"model": {**shape, "decay": [5, 9]}}, {"seed": 1}):
         with pytest.raises(RunError, match=r"base\.steps has checkpoints of another model, tokenizer or data"):
             pretrain(made(**changed), tmp_path / "base")
-    seen: list[int] = []
+    reporter = Mock()
     closed = {"tasks": ["closed_book"], "examples": 2}
-    pretrain(made(evaluate=closed), tmp_path / "base", lambda step, *_: seen.append(step))
-    assert seen == [3]
+    pretrain(made(evaluate=closed), tmp_path / "base", reporter)
+    assert [made.args[0] for made in reporter.progress.mock_calls] == [3]
     assert "closed_book" in read_json(tmp_path / "base" / "scores.json")
     assert not (tmp_path / "base.steps").exists()

@@ -106,7 +106,7 @@ def _print_memory(estimate: dict[str, Any]) -> None:
     table = Table(show_header=False)
     notes = {
         "optimizer": "two AdamW moments in fp32",
-        "activations": "saved for the backward pass; fused kernels, bf16 and gradient_checkpointing save less",
+        "activations": "saved for the backward pass; fused kernels save less",
         "temporaries": "further peak memory, without fused kernels",
     }
     for key, size in estimate["memory"].items():

@@ -9,20 +9,25 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.data.user import IndexedDocuments, open_source
 from surgery.models.lookup import family_of
-from surgery.models.meters import PassCost, measure
+from surgery.models.meters import FusedAttention, PassCost, measure
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Source, Train, TrainStage
 from surgery.train.lora import Adapters
 from surgery.train.micro_batches import StepSplit
+from surgery.train.numerics import precision_of
 from surgery.train.optimizer import mark_trainable
 from surgery.train.own_inputs import OwnInputs
 from surgery.train.quantization import BITS_PER_WEIGHT, quantizable
@@ -33,6 +38,10 @@ from surgery.types import Graft
 SAMPLED_STEPS = 4  # steps to average the length of documents over
 LOOPING, CUT = ("mamba1", "falcon_mamba"), 16  # mixers whose scan loops over tokens are measured at the last tokens
 MOMENT_BYTES = 2 * 4  # AdamW: two fp32 moments per trained parameter
+_PRODUCTS = frozenset([
+    F.linear, F.conv1d, F.scaled_dot_product_attention, torch.bmm, torch.conv1d, torch.einsum, torch.matmul,
+    Tensor.__matmul__, Tensor.matmul,
+])  # fmt: skip
 MASTER_BYTES = 4  # an fp32 copy of each trained parameter of a smaller dtype
 
 
@@ -142,13 +151,18 @@ def step_cost(
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     model.train()
+    kernels = _Bf16Products if precision_of(section, model) == "bf16" else FusedAttention
+    if section.gradient_checkpointing:
+        # Modes of `measure` do not reach the backward pass, where blocks are computed again.
+        arguments = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), kernels())}
+        model.gradient_checkpointing_enable(arguments)
     if base is not None:
         base.eval().requires_grad_(False)
     own_inputs = OwnInputs(model) if stage.trainable == "reads" else None
     targets = Targets(stage.distil, grafts, base, own_inputs=own_inputs, teacher=teacher)
     if own_inputs is not None:
-        _pass_cost(model, targets, samples[0])  # the first pass runs layers that the others skip
-    costs = [_pass_cost(model, targets, sample) for sample in samples]
+        _pass_cost(model, targets, samples[0], kernels)  # the first pass runs layers that the others skip
+    costs = [_pass_cost(model, targets, sample, kernels) for sample in samples]
     peaks = [max(cost.forward_peak, cost.backward_peak) for cost in costs]
     # Sources share passes, unless a pass has a few documents only.
     split = StepSplit(stage.sources, world=processes, packing=section.packing is not False)
@@ -186,7 +200,22 @@ def weight_bytes(model: PreTrainedModel, is_quantized: bool = False) -> int:
     return sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers()) - saved
 
 
-def _pass_cost(model: PreTrainedModel, targets: Targets, sample: SourceSample) -> PassCost:
+class _Bf16Products(FusedAttention):
+    """Run matrix products on meta tensors in bf16, since `torch.autocast` does not apply to them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            args, kwargs = tree_map(_as_bf16, (args, kwargs))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _as_bf16(value: Any) -> Any:
+    return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _pass_cost(
+    model: PreTrainedModel, targets: Targets, sample: SourceSample, kernels: type[FusedAttention]
+) -> PassCost:
     """Measure forward pass, losses and backward pass of one micro-batch, with the frozen models."""
     batch, factor = sample.batch, 1.0
     loops = any(spec.kind in LOOPING for spec in family_of(model.config).mixers(model.config))
@@ -198,7 +227,7 @@ def _pass_cost(model: PreTrainedModel, targets: Targets, sample: SourceSample) -
     def losses() -> list[Tensor]:
         on_meta = batch.to("meta")  # inside `measure`, which keeps the values of integers
         read = None if rows is None else rows.to("meta")
-        with logits_at(model, read):
+        with kernels(), logits_at(model, read):
             found = targets.weighted_losses(model, {0: sample.source}, on_meta, counts, rows=read)
         return [torch.stack(list(found.values())).sum()]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,17 +23,19 @@ from surgery.models.sizes import meta_model
 from surgery.models.spliced import plan_of_hybrid
 from surgery.probes.documents import Document
 from surgery.probes.registry import prompts_of
-from surgery.recipe import Base, Recipe, Train, as_base
+from surgery.recipe import Base, Data, Recipe, as_base
 from surgery.recipe.public import public_name
 from surgery.report.progress_lines import ProgressLines
 from surgery.run.folder import RunDir
 from surgery.splice.graft import cut_model
-from surgery.splice.state_size import StateCut, cut_from_json
+from surgery.splice.state_size import cut_from_json
 from surgery.train.optimizer import base_size
 from surgery.types import HeadSet, Plan, head_set_from_json, plan_from_json
 
 STATE = "state.json"  # the channels of the state to keep, with `splice.state_size`
 PLATEAU = "plateau.json"  # the steps that the hybrid was trained, with `train.plateau`
+# Keys of the models of a recipe besides the base.
+SPLICE_TEACHER, TRAIN_TEACHER, CONTROL = "splice.teacher.model", "train.teacher.model", "control.model"
 
 
 class Reporter(Protocol):
@@ -60,23 +62,14 @@ def part_of(reporter: Reporter, name: str, index: int, count: int) -> Callable[[
 
 @dataclass
 class Run:
-    """One recipe in one folder.
-
-    Attributes:
-        recipe: the validated recipe.
-        folder: run folder.
-        accelerator: device and processes to run on.
-        reporter: receives progress.
-        stages: names of the stages that this call runs.
-        siblings: folders of other runs of the same sweep, whose finished stages this run may take.
-    """
+    """One recipe in one folder."""
 
     recipe: Recipe
     folder: Path
-    accelerator: Accelerator
+    accelerator: Accelerator  # device and processes to run on
     reporter: Reporter = field(default_factory=Silent)
-    stages: tuple[str, ...] = ()
-    siblings: tuple[Path, ...] = ()
+    stages: tuple[str, ...] = ()  # names of those that this call runs
+    siblings: tuple[Path, ...] = ()  # folders of other runs of a sweep, whose finished stages this run may take
 
     def __post_init__(self) -> None:
         self.rundir = RunDir(self.folder)
@@ -89,28 +82,32 @@ class Run:
             self._base, self._tokenizer = other._base, other._tokenizer
 
     @cached_property
+    def others(self) -> dict[str, Base]:
+        """Models of the recipe besides the base, by their key: teachers and control."""
+        recipe = self.recipe
+        given = {SPLICE_TEACHER: recipe.teacher, TRAIN_TEACHER: recipe.train.teacher, CONTROL: recipe.control}
+        return {key: as_base(model, key) for key, model in given.items() if model is not None}
+
+    @cached_property
     def revision(self) -> str:
         """Hash or commit that identifies the base, its tokenizer and the teachers."""
-        teachers = {"splice.teacher.model": self.recipe.teacher, "train.teacher.model": self.recipe.train.teacher}
-        named = [as_base(teacher, field) for field, teacher in teachers.items() if teacher is not None]
-        return "+".join(map(revision_of, [self.recipe.base, *named]))
+        teachers = [model for key, model in self.others.items() if key != CONTROL]
+        return "+".join(map(revision_of, [self.recipe.base, *teachers]))
 
     @cached_property
     def control_revision(self) -> str:
         """Hash or commit that identifies the model of `control`. Empty if there is none."""
-        return revision_of(as_base(self.recipe.control, "control.model")) if self.recipe.control is not None else ""
+        return revision_of(self.others[CONTROL]) if CONTROL in self.others else ""
 
     @cached_property
     def data_revision(self) -> str:
         """Hash of the user's local training data. The recipe itself identifies a data set on the Hub."""
-        files = [file for data in self.recipe.train.own_data for file in local_files(data)]
-        return digest(*files) if files else ""
+        return _hash_of(self.recipe.train.own_data)
 
     @cached_property
     def prompts_revision(self) -> str:
         """Hash of the local files of `locate.data`. Empty if there are none."""
-        files = local_files(self.recipe.locate.data) if self.recipe.locate.data is not None else ()
-        return digest(*files) if files else ""
+        return _hash_of([self.recipe.locate.data] if self.recipe.locate.data is not None else [])
 
     @cached_property
     def config(self) -> PreTrainedConfig:
@@ -150,13 +147,13 @@ class Run:
 
     def teacher(self) -> PreTrainedModel | None:
         """The teacher whose attention is transplanted, or None."""
-        teacher = self.recipe.teacher
-        return load_model(as_base(teacher, "splice.teacher.model")).to(self.accelerator.device) if teacher else None
+        teacher = self.others.get(SPLICE_TEACHER)
+        return None if teacher is None else load_model(teacher).to(self.accelerator.device)
 
     def teacher_config(self) -> PreTrainedConfig | None:
         """The config of `teacher`, or None."""
-        teacher = self.recipe.teacher
-        return load_config(as_base(teacher, "splice.teacher.model")) if teacher else None
+        teacher = self.others.get(SPLICE_TEACHER)
+        return None if teacher is None else load_config(teacher)
 
     def untrained(self) -> PreTrainedModel:
         """Load the hybrid to train into main memory: the output of the stage splice, or the base if that is one."""
@@ -165,18 +162,13 @@ class Run:
 
     def untrained_control(self) -> PreTrainedModel:
         """Load the model to train as the control. With `splice.state_size` its state is cut as the hybrid's is."""
-        control = self.recipe.control
-        model = load_model(as_base(control, "control.model") if control is not None else self.recipe.base)
-        cut = self.state_cut()
-        return model if cut is None else cut_model(model, cut)
-
-    def state_cut(self) -> StateCut | None:
-        """Read the channels of the state that the stage splice chose. None if the state is not cut."""
+        model = load_model(self.others.get(CONTROL, self.recipe.base))
         if self.recipe.state_size is None:
-            return None
+            return model
         path = self.folder / STATE
         with reading(str(path), None, "Run the stage splice.", RunError):
-            return cut_from_json(read_json(path))
+            cut = cut_from_json(read_json(path))
+        return cut_model(model, cut)
 
     def trained_steps(self) -> dict[str, dict[str, int]]:
         """Read how many steps each stage trained the hybrid. Empty if no stage can end at a plateau."""
@@ -187,11 +179,6 @@ class Run:
             stages = read_json(path)
             names = [stage.name for stage in self.recipe.train.sequence]
             return {name: {**stages[name], "steps": int(stages[name]["steps"])} for name in names}
-
-    def as_trained(self) -> Train:
-        """The section `train`, with the number of steps that the hybrid was trained."""
-        steps = [stage["steps"] for stage in self.trained_steps().values()]
-        return self.recipe.train.with_steps(steps) if steps else self.recipe.train
 
     def model(self, name: str) -> PreTrainedModel:
         """Load a model that a stage saved in the run folder."""
@@ -216,6 +203,11 @@ class Run:
         """Save a model atomically. It loads without remote code if `surgery.hybrid` is imported."""
         with new_folder(self.folder / name) as folder:
             model.save_pretrained(folder)
+
+
+def _hash_of(data: Iterable[Data]) -> str:
+    files = [file for own in data for file in local_files(own)]
+    return digest(*files) if files else ""
 
 
 def located_prompts(run: Run, purpose: str, count: int, pairs: int) -> list[Document]:

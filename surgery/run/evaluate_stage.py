@@ -31,10 +31,9 @@ from surgery.models.loading import has_tokenizer, load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
 from surgery.probes.documents import answer_list
 from surgery.probes.registry import PROBES
-from surgery.recipe import as_base
 from surgery.report.results import LONGEST_EXAMPLE, arm_label, ordered_arms
 from surgery.report.run_report import write_report
-from surgery.run.context import Run, part_of, sample_batch
+from surgery.run.context import SPLICE_TEACHER, TRAIN_TEACHER, Run, part_of, sample_batch
 from surgery.run.stage import PROMPTS, Stage
 
 _LINKED = ("locate.html", "heads.csv", "plan.json", "results.json", "recipe.yaml")  # files that the report links
@@ -93,11 +92,9 @@ class EvaluateStage(Stage):
 
 def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], dict[str, str]]:
     """Return the teacher (of training, or of the splice) as an arm, or the reason to skip it, by the arm's name."""
-    teacher = run.recipe.train.teacher or run.recipe.teacher
-    if teacher is None:
+    base = run.others.get(TRAIN_TEACHER) or run.others.get(SPLICE_TEACHER)
+    if base is None:
         return {}, {}
-    of = "splice" if run.recipe.train.teacher is None else "train"
-    base = as_base(teacher, f"{of}.teacher.model")
     if not has_tokenizer(base):
         return {}, {"teacher": "it has no tokenizer"}
     if not encode_alike(load_tokenizer(base), run.tokenizer()):

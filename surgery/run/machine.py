@@ -14,18 +14,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that a run uses.
+    """The device that a run uses."""
 
-    Attributes:
-        name: of the GPU, or the number of CPU cores.
-        memory: bytes that are free on it.
-        count: number of GPUs.
-        on_gpu: whether it is a GPU.
-    """
-
-    name: str
-    memory: int
-    count: int
+    name: str  # of the GPU, or the number of CPU cores
+    memory: int  # free bytes
+    count: int  # of GPUs
     on_gpu: bool
 
     @property

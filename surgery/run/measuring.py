@@ -37,43 +37,24 @@ _NEOX = range(50_254, 50_304)  # vocabularies of mamba_ssm's published models
 
 @dataclass(frozen=True)
 class Findings:
-    """What a base is and can do, and the machine it was measured on.
-
-    Attributes:
-        base: section of the recipe.
-        config: of the base.
-        parameters: number of weights.
-        machine: device of the run.
-        screening: the formats that were tried.
-        form: the format to locate and train in.
-        pairs: number of pairs to locate with.
-        share: prompts of so many pairs that the base answers; None if it is at chance in every format.
-        sizes: numbers of pairs to evaluate, all of them possible.
-        known: probes without sizes that the base answers.
-        batch_size: prompts of one forward pass.
-        speeds: prompts a second by batch size, for the longest evaluated prompts.
-        tokens: tokens of a located prompt.
-        perplexity: of sentences.
-        own_data: the user's file as a source, and the reason for it; None without a file.
-        ladder: accuracies in the format, by number of pairs.
-    """
+    """What a base is and can do, and the machine it was measured on."""
 
     base: Base
     config: PreTrainedConfig
-    parameters: int
+    parameters: int  # number of weights
     machine: Machine
     screening: Screening
-    form: Format
-    pairs: int
-    share: Share | None
-    sizes: tuple[int, ...]
-    known: Mapping[str, Share]
-    batch_size: int
-    speeds: Mapping[int, float]
-    tokens: int
-    perplexity: float
-    own_data: tuple[dict[str, Any], str] | None = None
-    ladder: Mapping[int, float] = field(default_factory=dict)
+    form: Format  # to locate and train in
+    pairs: int  # to locate with
+    share: Share | None  # prompts of so many pairs that the base answers; None if it is at chance in every format
+    sizes: tuple[int, ...]  # numbers of pairs to evaluate, all of them possible
+    known: Mapping[str, Share]  # probes without sizes that the base answers
+    batch_size: int  # prompts of one forward pass
+    speeds: Mapping[int, float]  # prompts a second by batch size, for the longest evaluated prompts
+    tokens: int  # of a located prompt
+    perplexity: float  # of sentences
+    own_data: tuple[dict[str, Any], str] | None = None  # the user's file as a source, and the reason for it
+    ladder: Mapping[int, float] = field(default_factory=dict)  # accuracies in the format, by number of pairs
 
     @property
     def heads(self) -> int:
@@ -153,7 +134,7 @@ def measure_base(model: str, data: str | None, tokenizer: str | None, trust_remo
 
 
 def _tokenizer(base: Base, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. The error for a base without one names the option that sets it."""
+    """Load the tokenizer. The error of a base without one names the option to set."""
     try:
         return load_tokenizer(base)
     except ModelError as error:

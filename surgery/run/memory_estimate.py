@@ -47,21 +47,13 @@ MASTER_BYTES = 4  # an fp32 copy of each trained parameter of a smaller dtype
 
 @dataclass(frozen=True)
 class SourceSample:
-    """Documents that one source contributes to a step, on one process.
-
-    Attributes:
-        source: the source of the documents.
-        batch: documents of the largest size that the source draws.
-        tokens: mean number of tokens per step, without padding.
-        columns: mean length of the batch, with padding.
-        rows: mean number of documents per step; `batch` may have fewer.
-    """
+    """Documents that one source contributes to a step, on one process. Numbers are means over steps."""
 
     source: Source
-    batch: EncodedBatch
-    tokens: float
-    columns: float
-    rows: float
+    batch: EncodedBatch  # of the largest size that the source draws
+    tokens: float  # without padding
+    columns: float  # length of the batch, with padding
+    rows: float  # number of documents; `batch` may have fewer
 
 
 def sample_sources(
@@ -70,9 +62,6 @@ def sample_sources(
     """Draw documents from every source, with the generators and files that training uses.
 
     Args:
-        stage: stage with the sources.
-        seed: seed of the recipe.
-        tokenizer: encodes the documents.
         processes: number of processes that share the documents of a step.
         micro_batch: maximum number of documents in a pass.
 
@@ -98,22 +87,17 @@ def sample_sources(
 class StepCost:
     """Cost of one training step on one process.
 
-    Attributes:
-        memory: bytes on one device at the peak, by what holds them: `weights` (with `lora.quantization` those of 4
-            bits, without the copy in main memory), `gradients`, `optimizer` (two moments in fp32), `master_copies`
-            (in fp32, of trained parameters of a smaller dtype), `frozen_base`, `teacher`, `activations` (saved for the
-            backward pass of the largest micro-batch) and `temporaries`.
-        largest: index of the source whose documents need the most memory.
-        flops: FLOPs of matrix products, convolutions and attention, including backward pass, frozen base and teacher.
-        tokens: mean number of tokens, without padding.
-        trained: number of parameters that train.
+    `memory` has the bytes on one device at the peak, by what holds them: `weights` (with `lora.quantization` those of 4
+    bits, without the copy in main memory), `gradients`, `optimizer` (two moments in fp32), `master_copies` (in fp32, of
+    trained parameters of a smaller dtype), `frozen_base`, `teacher`, `activations` (saved for the backward pass of the
+    largest micro-batch) and `temporaries`.
     """
 
     memory: dict[str, int]
-    largest: int
-    flops: float
-    tokens: float
-    trained: int
+    largest: int  # index of the source whose documents need the most memory
+    flops: float  # of matrix products, convolutions and attention, with backward pass, frozen base and teacher
+    tokens: float  # mean number, without padding
+    trained: int  # number of parameters that train
 
     @property
     def total(self) -> int:
@@ -131,17 +115,10 @@ def step_cost(
     teacher: Teacher | None = None,
     processes: int = 1,
 ) -> StepCost:
-    """Estimate the cost of a step by running its micro-batches on the meta device.
+    """Estimate the cost of a step of `section.sequence[number]` by running its micro-batches on the meta device.
 
-    Args:
-        model: the model on the meta device. Its trained parameters are marked and get a gradient.
-        base: the frozen base on the meta device, for objectives that need `base.logits`.
-        grafts: the spliced heads.
-        section: the recipe's section `train`.
-        samples: documents of every source, from `sample_sources`.
-        number: index of the stage in `section.sequence`.
-        teacher: the teacher on the meta device, for objectives that need `teacher.*`.
-        processes: number of processes that share the documents of a step.
+    All models are on the meta device: the one to train, whose parameters are marked and get a gradient, the frozen base
+    and the teacher for objectives that need their logits. `samples` come from `sample_sources`.
     """
     stage, plain = section.sequence[number], model
     if stage.trainable == "lora":

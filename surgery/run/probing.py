@@ -90,13 +90,13 @@ def two_digits(share: float) -> str:
 
 @dataclass
 class Prober:
-    """Score a base on few prompts. `context` is the maximum number of tokens; no limit if None."""
+    """Score a base on few prompts."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
     say: Say
-    context: int | None = None
+    context: int | None = None  # maximum number of tokens
     shares: dict[tuple[Format, int], Share] = field(default_factory=dict)
 
     def documents(self, form: Format, pairs: int, count: int) -> list[Document]:
@@ -137,17 +137,11 @@ class Prober:
 
 @dataclass(frozen=True)
 class Screening:
-    """Formats that were tried.
+    """Formats that were tried."""
 
-    Attributes:
-        shares: by format, of the last number of pairs that was tried.
-        pairs: that number of pairs.
-        unusable: by format, the reason why the tokenizer or the model cannot use it.
-    """
-
-    shares: Mapping[Format, Share]
-    pairs: int
-    unusable: Mapping[Format, str]
+    shares: Mapping[Format, Share]  # of the last number of pairs that was tried
+    pairs: int  # that number
+    unusable: Mapping[Format, str]  # why the tokenizer or the model cannot use a format
 
     @property
     def able(self) -> dict[Format, Share]:

@@ -15,7 +15,6 @@ from surgery.errors import SurgeryError, TrainingDiverged
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.files.lock import hold
 from surgery.files.ownership import check_replaceable, kind_of, mark
-from surgery.locate.selection import can_choose_again
 from surgery.models.loading import load_config
 from surgery.models.sizes import meta_model, sizes_of
 from surgery.recipe import Base, Recipe, to_yaml
@@ -25,8 +24,7 @@ from surgery.report.sweep_report import point_of, summarize, write_sweep_page
 from surgery.run.context import Reporter, Run
 from surgery.run.folder import RunDir
 from surgery.run.pipeline import check_inputs, run_pipeline
-from surgery.run.sharing import find_origin, key_with_choice, origin_text
-from surgery.run.stage import Stage
+from surgery.run.sharing import find_origin, origin_among, origin_text
 from surgery.run.stages import stages_of
 from surgery.train.training import make_accelerator
 
@@ -143,6 +141,11 @@ def _planned_stages(run: Run, known: dict[tuple[str, str], str], grid: Grid) -> 
     planned: dict[str, str] = {}
     inputs: dict[str, str] = {}
     finished: set[str] = set()  # outputs of finished stages: only their hashes are known
+    splices = {run.folder.with_name(recipe.name): recipe.splice for recipe in grid.recipes}
+
+    def is_computed(folder: Path, key: str) -> bool:
+        return known.get((stage.name, key)) == folder.name
+
     for stage in stages_of(run.recipe):
         predicted = stage.key(run, inputs=inputs)
         key = stage.key(run) if finished.issuperset(stage.inputs(run.recipe)) else ""
@@ -151,29 +154,12 @@ def _planned_stages(run: Run, known: dict[tuple[str, str], str], grid: Grid) -> 
             planned[stage.name] = "finished"
             finished |= set(outputs)
         else:
-            origin = (find_origin(run, stage, key) if key else None) or _earlier(run, stage, predicted, known, grid)
+            origin = find_origin(run, stage, key) if key else None
+            origin = origin or origin_among(run, stage, predicted, list(splices), splices.get, is_computed)
             planned[stage.name] = "run" if origin is None else origin_text(*origin)
         known.setdefault((stage.name, predicted), run.recipe.name)
         inputs |= dict.fromkeys(outputs, predicted)
     return planned
-
-
-def _earlier(
-    run: Run, stage: Stage, predicted: str, known: dict[tuple[str, str], str], grid: Grid
-) -> tuple[Path, bool] | None:
-    """Find an earlier run of this sweep that will have computed this stage."""
-    if not stage.is_shared or not stage.outputs(run.recipe):
-        return None
-    if (stage.name, predicted) in known:
-        return run.folder.parent / known[stage.name, predicted], False
-    splice = run.recipe.splice
-    for other in grid.recipes if stage.name == "locate" else ():
-        if splice is None or other.splice is None or not can_choose_again(other.splice, splice, run.recipe.locate):
-            continue
-        measured = known.get((stage.name, key_with_choice(run, stage, other.splice)))
-        if measured is not None:
-            return run.folder.parent / measured, True
-    return None
 
 
 def _write(grid: Grid, folder: Path, diverged: dict[str, TrainingDiverged]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,14 +34,42 @@ def find_origin(run: Run, stage: Stage, key: str) -> tuple[Path, bool] | None:
         one of a run that measured the same and whose heads can be chosen again, and True. None if there is neither.
     """
     outputs = stage.outputs(run.recipe)
-    if not stage.is_shared or not outputs:
+
+    def is_fresh(folder: Path, key: str) -> bool:
+        return RunDir(folder).is_fresh(stage.name, key, outputs)
+
+    return origin_among(run, stage, key, run.siblings, _choice_of, is_fresh)
+
+
+def origin_among(
+    run: Run,
+    stage: Stage,
+    key: str,
+    folders: Sequence[Path],
+    choice_of: Callable[[Path], Splice | None],
+    is_fresh: Callable[[Path, str], bool],
+) -> tuple[Path, bool] | None:
+    """Find the origin of a stage as `find_origin` does.
+
+    Args:
+        folders: of the runs to search.
+        choice_of: returns the splice of a run, which chooses its heads.
+        is_fresh: whether a run has finished the stage with a key.
+    """
+    if not stage.is_shared or not stage.outputs(run.recipe):
         return None
-    for folder in run.siblings:
-        if RunDir(folder).is_fresh(stage.name, key, outputs):
-            return folder, False
-    if stage.name == "locate":
-        for folder, measured in _measured(run):
-            if RunDir(folder).is_fresh(stage.name, key_with_choice(run, stage, measured), outputs):
+    same = next((folder for folder in folders if is_fresh(folder, key)), None)
+    if same is not None:
+        return same, False
+    splice = run.recipe.splice
+    if stage.name != "locate" or splice is None:
+        return None
+    for folder in folders:
+        measured = choice_of(folder)
+        if measured is not None and can_choose_again(measured, splice, run.recipe.locate):
+            chosen = {name: getattr(measured, name) for name in ("select", "num_heads", "heads")}
+            recipe = run.recipe.model_copy(update={"splice": splice.model_copy(update=chosen)})
+            if is_fresh(folder, stage.key(run, recipe)):
                 return folder, True
     return None
 
@@ -69,24 +98,10 @@ def take_stage(run: Run, stage: Stage, key: str, folder: Path, chosen_again: boo
     )
 
 
-def key_with_choice(run: Run, stage: Stage, choice: Splice) -> str:
-    """Key of the stage locate if this run chose its heads as `choice` does."""
-    assert run.recipe.splice is not None
-    chosen = {"select": choice.select, "num_heads": choice.num_heads, "heads": choice.heads}
-    splice = run.recipe.splice.model_copy(update=chosen)
-    return stage.key(run, run.recipe.model_copy(update={"splice": splice}))
-
-
-def _measured(run: Run) -> Iterator[tuple[Path, Splice]]:
-    """Yield the runs whose heads may be chosen again, with the part of their splice that chooses heads."""
-    splice = run.recipe.splice
-    for folder in [folder for folder in run.siblings if (folder / "recipe.yaml").is_file()]:
-        theirs = read_mapping(folder / "recipe.yaml").get("splice")
-        if splice is None or not isinstance(theirs, dict):
-            continue
-        try:
-            measured = Splice.model_validate(theirs)
-        except ValidationError:  # of an earlier sweep, with a plugin or keys that this one lacks
-            continue
-        if can_choose_again(measured, splice, run.recipe.locate):
-            yield folder, measured
+def _choice_of(folder: Path) -> Splice | None:
+    """Read the splice of a run. None if it has none, or one of an earlier sweep that cannot be read."""
+    path = folder / "recipe.yaml"
+    splice = read_mapping(path).get("splice") if path.is_file() else None
+    with suppress(ValidationError):  # a plugin or keys that this sweep lacks
+        return Splice.model_validate(splice) if isinstance(splice, dict) else None
+    return None

@@ -9,9 +9,8 @@ import torch
 
 from surgery.files.atomic import delete, write_json
 from surgery.models.donors import donor_mixers
-from surgery.models.loading import check_finite
-from surgery.recipe import Recipe, as_base
-from surgery.run.context import STATE, Run, located_prompts, own_located_prompts, sample_batch
+from surgery.recipe import Recipe
+from surgery.run.context import SPLICE_TEACHER, STATE, Run, located_prompts, own_located_prompts, sample_batch
 from surgery.run.stage import PROMPTS, Stage
 from surgery.splice.graft import splice_model, step_zero_gap
 from surgery.splice.plan import check_base, make_plan
@@ -50,16 +49,13 @@ class PlanStage(Stage):
 class SpliceStage(Stage):
     name, what = "splice", "splicing"
     sections, reads, writes = ("base", "splice", *PROMPTS), ("plan.json",), ("spliced", "splice.json")
+    loads = (SPLICE_TEACHER,)
 
     def outputs(self, recipe: Recipe) -> tuple[str, ...]:
         return (*self.writes, STATE) if recipe.state_size is not None else self.writes
 
     def depends_on(self, settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
         return state_parts(settings, values)
-
-    def check_machine(self, run: Run) -> None:
-        if run.recipe.teacher is not None:
-            check_finite(as_base(run.recipe.teacher, "splice.teacher.model"))
 
     def work(self, run: Run, key: str) -> None:
         plan = run.plan()

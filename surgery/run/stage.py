@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.files.atomic import digest, fingerprint
+from surgery.models.loading import check_finite
 from surgery.recipe import Recipe
 from surgery.run.context import Run
 
@@ -17,29 +18,18 @@ _OF_SPLICING = ("heads.json", "plan.json", "spliced")  # not written with `splic
 
 
 class Stage:
-    """One stage. A subclass sets the attributes and overrides what differs.
+    """One stage. A subclass sets the attributes and overrides what differs."""
 
-    Attributes:
-        name: the name of its command.
-        what: description for the progress line.
-        sections: sections of the recipe, or their fields, that the result depends on.
-        reads: files and folders of the run folder that it reads.
-        writes: files and folders of the run folder that it writes.
-        together: True if every process takes part, False for rank 0 only.
-        version: increased when the result changes for the same inputs.
-        extras: files and folders that it writes for some recipes, and that no later stage reads.
-        is_shared: whether the runs of a sweep may take its outputs from each other. What names its run is not shared.
-    """
-
-    name: str
-    what: str
-    sections: tuple[str, ...]
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    together = False
-    version = 1
-    extras: tuple[str, ...] = ()
-    is_shared = True
+    name: str  # of its command
+    what: str  # for the progress line
+    sections: tuple[str, ...]  # sections of the recipe, or their fields, that the result depends on
+    reads: tuple[str, ...] = ()  # files and folders of the run folder
+    writes: tuple[str, ...] = ()  # files and folders of the run folder
+    extras: tuple[str, ...] = ()  # what it writes for some recipes, and no later stage reads
+    loads: tuple[str, ...] = ()  # keys of its models besides the base
+    together = False  # whether every process takes part, or rank 0 alone
+    version = 1  # increased when the result changes for the same inputs
+    is_shared = True  # whether runs of a sweep may take its outputs from each other: they do not name their run
 
     def inputs(self, recipe: Recipe) -> tuple[str, ...]:
         """Files and folders of the run folder that it reads for this recipe."""
@@ -57,7 +47,9 @@ class Stage:
         """Check the configs of its models. Loads no weights and no data."""
 
     def check_machine(self, run: Run) -> None:
-        """Check the packages of this machine, and the weights of its models besides the base."""
+        """Check the weights of its models besides the base, and the packages of this machine."""
+        for key in run.others.keys() & set(self.loads):
+            check_finite(run.others[key])
 
     def check_tokenizers(self, run: Run) -> None:
         """Check the tokenizers of its models."""
@@ -70,20 +62,11 @@ class Stage:
         return iter(())
 
     def work(self, run: Run, key: str) -> float | None:
-        """Run the stage.
-
-        Returns:
-            Seconds of what it resumed from, the work of earlier sessions. None if the stage never resumes.
-        """
+        """Run the stage. Returns the seconds of earlier sessions that it resumed from, None if it never resumes."""
         raise NotImplementedError
 
     def depends_on(self, settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What the result depends on besides `sections` and `reads`, by name.
-
-        Args:
-            settings: the recipe.
-            values: the same as plain data.
-        """
+        """What the result depends on besides `sections` and `reads`, by name. `values` are `settings` as plain data."""
         return {}
 
     def key(self, run: Run, settings: Recipe | None = None, inputs: Mapping[str, str] | None = None) -> str:

@@ -17,12 +17,12 @@ from surgery.evaluate.evaluation import held_out_documents
 from surgery.files.atomic import delete, new_folder, write_json
 from surgery.models.config_checks import check_unquantized
 from surgery.models.inserted import has_inserted
-from surgery.models.loading import check_finite, check_vocabulary, has_tokenizer, load_config, load_tokenizer
+from surgery.models.loading import check_vocabulary, has_tokenizer, load_config, load_tokenizer
 from surgery.models.sizes import meta_model
 from surgery.models.spliced import plan_of_hybrid
-from surgery.recipe import Recipe, Train, as_base
+from surgery.recipe import Recipe, Train
 from surgery.report.results import answer_spans_text
-from surgery.run.context import PLATEAU, Run, located_prompts
+from surgery.run.context import CONTROL, PLATEAU, TRAIN_TEACHER, Run, located_prompts
 from surgery.run.splice_stages import state_parts
 from surgery.run.stage import Stage
 from surgery.run.without_weights import check_installed
@@ -57,7 +57,7 @@ class TrainStage(Stage):
     name, what = "train", "training the hybrid"
     sections, reads = ("base", "train"), ("spliced", "plan.json")
     writes, extras = ("trained", "training.json", "figures/training"), (ADAPTERS,)
-    together = True
+    together, loads = True, (TRAIN_TEACHER,)
 
     def inputs(self, recipe: Recipe) -> tuple[str, ...]:
         return (*super().inputs(recipe), *_texts(recipe))
@@ -79,21 +79,19 @@ class TrainStage(Stage):
 
     def check_machine(self, run: Run) -> None:
         check_installed(run.recipe)
-        if run.recipe.train.teacher is not None:
-            teacher = as_base(run.recipe.train.teacher, "train.teacher.model")
-            check_finite(teacher)
-            load_tokenizer(teacher)
+        super().check_machine(run)
+        if TRAIN_TEACHER in run.others:
+            load_tokenizer(run.others[TRAIN_TEACHER])
         if run.recipe.train.compile:
             check_compiler(run.accelerator.device)
 
     def check_tokenizers(self, run: Run) -> None:
-        train = run.recipe.train
-        if train.teacher is None:
+        teacher = run.others.get(TRAIN_TEACHER)
+        if teacher is None:
             return
-        teacher = as_base(train.teacher, "train.teacher.model")
         if has_tokenizer(teacher):  # `configs/` holds shapes alone
             check_tokenizers(run.tokenizer(), load_tokenizer(teacher))
-        for stage in train.sequence:
+        for stage in run.recipe.train.sequence:
             check_teacher(load_config(teacher), run.tokenizer(), run.config, stage.align, stage.needs)
 
     def check_data(self, run: Run) -> None:
@@ -127,7 +125,7 @@ def _texts(recipe: Recipe) -> tuple[str, ...]:
 class ControlStage(Stage):
     name, what = "control", "training the control"
     sections = ("base", "control", "train")
-    together = True
+    together, loads = True, (CONTROL,)
 
     def inputs(self, recipe: Recipe) -> tuple[str, ...]:
         reads = _texts(recipe)
@@ -147,27 +145,23 @@ class ControlStage(Stage):
         return state_parts(settings, values)  # of the base, not of the plan: hybrids with other heads share a control
 
     def check_configs(self, run: Run) -> None:
-        if run.recipe.control is None:
+        control = run.others.get(CONTROL)
+        if control is None:
             return
-        control = as_base(run.recipe.control, "control.model")
         try:
             check_not_spliced(load_config(control))
         except PlanError:
             hint = "The control must be a model without a splice, and this is a hybrid. Name the hybrid's own base."
-            raise PlanError("control.model", run.recipe.control.model, hint) from None
+            raise PlanError(CONTROL, control.model, hint) from None
         # A checkpoint of mamba_ssm has no tokenizer: it is trained with the hybrid's.
         if has_tokenizer(control) and not encode_alike(load_tokenizer(run.recipe.base), load_tokenizer(control)):
             hint = "Its tokenizer differs from the hybrid's. Use a control with the same tokenizer."
-            raise RecipeError("control.model", run.recipe.control.model, hint)
-
-    def check_machine(self, run: Run) -> None:
-        if run.recipe.control is not None:
-            check_finite(as_base(run.recipe.control, "control.model"))
+            raise RecipeError(CONTROL, control.model, hint)
 
     def check_tokenizers(self, run: Run) -> None:
-        if run.recipe.control is not None:
-            control = as_base(run.recipe.control, "control.model")
-            check_vocabulary(run.tokenizer(), load_config(control), run.recipe.control.model)
+        if CONTROL in run.others:
+            control = run.others[CONTROL]
+            check_vocabulary(run.tokenizer(), load_config(control), control.model)
 
     def work(self, run: Run, key: str) -> float:
         if not run.recipe.has_control:
@@ -191,9 +185,11 @@ def train_arm(
     from surgery.report.figures.curves import training_curve  # matplotlib is slow to import
 
     is_control, steps = name == "no_splice", run.folder / "steps"
-    section = run.as_trained() if is_control else run.recipe.train  # both train the same number of steps
-    section = section.at_size(run.base_size)  # at the same rates
-    if not is_control:
+    section = run.recipe.train.at_size(run.base_size)  # the control has the same rates
+    if is_control:  # and as many steps
+        if trained := run.trained_steps():
+            section = section.with_steps([stage["steps"] for stage in trained.values()])
+    else:
         run.reporter.note("rates", learning_rates_text(section))
         for stage in (stage for stage in section.sequence if stage.trainable == "lora"):
             count = len(adapter_targets(model, stage.lora))

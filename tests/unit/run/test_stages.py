@@ -115,15 +115,15 @@ def test_files_of_another_form_name_the_stage_that_writes_them(tmp_path: Path) -
             ExportStage().work(run, "key")
     cut = Run(load_recipe(RECIPE, ["splice.state_size=4"]), tmp_path, make_accelerator())
     with pytest.raises(RunError, match=r"state\.json: This file is missing"):
-        cut.state_cut()
+        cut.untrained_control()
     write_json(tmp_path / "state.json", {"state_size": 4, "kept": {"L0H": 3}})
     with pytest.raises(RunError, match=r"state\.json.*Run the stage splice"):
-        cut.state_cut()
+        cut.untrained_control()
     ends = Run(load_recipe(RECIPE, WSD), tmp_path, make_accelerator())
     for text in ("{}", "[]", '{"finetune": 3}', '{"finetune": {"steps": "x"}}'):
         (tmp_path / "plateau.json").write_text(text)
         with pytest.raises(RunError, match=r"plateau\.json.*Run the stage train"):
-            ends.as_trained()
+            ends.trained_steps()
 
 
 def test_the_plan_of_a_hybrid_names_the_teacher_of_its_heads(tmp_path: Path) -> None:

@@ -34,17 +34,11 @@ def init(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure a model and print a recipe for it: surgery init MODEL > my.yaml."""
-    with naming("MODEL", "base.model"):
-        text = recipe_text(model, data, tokenizer, trust_remote_code)
-    print(text, end="")
+    print(_recipe_text("MODEL", model, data, tokenizer, trust_remote_code), end="")
 
 
-def recipe_text(model: str, data: str | None, tokenizer: str | None, trust_remote_code: bool) -> str:
-    """Measure a model and write a recipe for it. Progress goes to standard error.
-
-    Raises:
-        SurgeryError: the model or the data cannot be used.
-    """
+def _recipe_text(argument: str, model: str, data: str | None, tokenizer: str | None, trust_remote_code: bool) -> str:
+    """Measure the model of an argument and write a recipe for it. Progress goes to standard error."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         hint = "Run `surgery init MODEL > my.yaml` in one process, then launch `surgery run my.yaml`."
         raise RunError("num_processes", os.environ["WORLD_SIZE"], hint)
@@ -52,7 +46,7 @@ def recipe_text(model: str, data: str | None, tokenizer: str | None, trust_remot
     from surgery.run.initial_recipe import write_recipe
     from surgery.run.measuring import measure_base
 
-    with naming("--data", "data.path"), naming("--tokenizer", "base.tokenizer"):
+    with naming(argument, "base.model"), naming("--data", "data.path"), naming("--tokenizer", "base.tokenizer"):
         return write_recipe(measure_base(model, data, tokenizer, trust_remote_code, _say), _say)
 
 
@@ -63,11 +57,7 @@ def _say(line: str) -> None:
 def recipe_of_base(
     model: str, data: str | None, tokenizer: str | None, trust_remote_code: bool, runs: Path, overwrite: bool
 ) -> Path:
-    """Write the recipe of a base to RUNS/NAME.yaml, or find the one that an earlier call wrote there.
-
-    Raises:
-        SurgeryError: as `recipe_text`, or the recipe that is there has another base, tokenizer or data.
-    """
+    """Write the recipe of a base to RUNS/NAME.yaml, or find the one that an earlier call wrote there."""
     from surgery.run.initial_recipe import recipe_name
 
     path = runs / f"{recipe_name(model)}.yaml"
@@ -80,19 +70,13 @@ def recipe_of_base(
             raise SurgeryError("--base", str(path), hint)
         _say(f"using {path}, written before. Pass --overwrite to measure again.")
         return path
-    with naming("--base", "base.model"):
-        text = recipe_text(model, data, tokenizer, trust_remote_code)
-    write_text(path, text)
+    write_text(path, _recipe_text("--base", model, data, tokenizer, trust_remote_code))
     _say(f"wrote {path}")
     return path
 
 
 def recipe_without_base(recipe: str | None, data: str | None, tokenizer: str | None, trust_remote_code: bool) -> Path:
-    """Find the recipe of `surgery run` without --base.
-
-    Raises:
-        SurgeryError: there is none, or an option needs --base.
-    """
+    """Find the recipe of `surgery run` without --base. Refuses options that need it."""
     for option, key, value in (
         ("--data", "train.sources", data),
         ("--tokenizer", "base.tokenizer", tokenizer),
@@ -101,7 +85,6 @@ def recipe_without_base(recipe: str | None, data: str | None, tokenizer: str | N
         if value is not None:
             raise SurgeryError(option, value, f"It needs --base. In a recipe, set {key}.")
     if recipe is None:
-        raise SurgeryError(
-            "RECIPE", None, "Name a recipe, or set --base MODEL. `surgery recipes` lists the shipped ones."
-        )
+        hint = "Name a recipe, or set --base MODEL. `surgery recipes` lists the shipped ones."
+        raise SurgeryError("RECIPE", None, hint)
     return find_recipe(recipe)

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, Literal
 
@@ -18,7 +18,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -38,37 +37,27 @@ def plain(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-class _Stream(io.TextIOWrapper):
-    """Standard stream that ends the command if nobody reads it, as SIGPIPE would, and reports a full disk."""
+class PlainStream(io.TextIOWrapper):
+    """Standard stream for `print`, for errors and for libraries. It writes no control characters.
 
-    def __init__(self, stream: io.TextIOWrapper) -> None:
-        # File names may be not UTF-8. Several streams have the same buffer, so none holds text back.
+    It ends the command if nobody reads it, as SIGPIPE would, and reports a full disk. The attribute `styled` is the
+    same stream with control characters, for the colours and the cursor of `out`.
+    """
+
+    def __init__(self, stream: io.TextIOWrapper, is_styled: bool = False) -> None:
+        # File names may be not UTF-8. Both streams have the same buffer, so none holds text back.
         super().__init__(stream.buffer, stream.encoding, "backslashreplace", None, stream.line_buffering, True)
-        self._replaced = stream  # it would close the buffer
+        self._replaced, self._is_styled = stream, is_styled  # the replaced stream would close the buffer
+        self.styled = self if is_styled else PlainStream(stream, True)
 
     def write(self, text: str) -> int:
         with _reported():
-            return super().write(text)
+            super().write(text if self._is_styled else plain(text))
+        return len(text)
 
     def flush(self) -> None:
         with _reported():
             super().flush()
-
-
-class PlainStream(_Stream):
-    """Standard stream for `print`, for errors and for libraries. It writes no control characters.
-
-    Attributes:
-        styled: the same without this limit, for the colours and the cursor of `out`.
-    """
-
-    def __init__(self, stream: io.TextIOWrapper) -> None:
-        super().__init__(stream)
-        self.styled = _Stream(stream)
-
-    def write(self, text: str) -> int:
-        super().write(plain(text))
-        return len(text)
 
     def last_flush(self) -> int:
         """Write what is buffered when the command ends. Returns an exit code."""
@@ -146,45 +135,38 @@ class Bars(ProgressLines):
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._has_bar = _shown == "normal" and out.is_terminal
-        write: Callable[[str], None] = out.print if _shown != "quiet" else lambda line: None
-        super().__init__(write, every_step=_shown == "verbose")
+        super().__init__(out.print if _shown != "quiet" else lambda line: None, every_step=_shown == "verbose")
 
     def __enter__(self) -> Bars:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._bar = self._task = None
+        self._bar = None
 
     def start(self, stage: str, what: str) -> None:
-        """Show that a stage starts."""
         if not self._has_bar:
             super().start(stage, what)
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         left = (TimeRemainingColumn(), TextColumn("left  {task.fields[note]}"))
         self._bar = Progress(*columns, *left, console=out, transient=True, speed_estimate_period=600)
-        self._task = self._bar.add_task(f"{stage:>9}  {what}", total=None, note="")
+        self._bar.add_task(f"{stage:>9}  {what}", total=None, note="")
         self._bar.start()
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Show that `done` of `total` steps are finished, with a short note and the time left."""
-        if self._bar is not None and self._task is not None:
-            if done < self._bar.tasks[0].completed:
-                self._bar.reset(self._task)
-            self._bar.update(self._task, completed=done, total=total, note=note)
+        if self._bar is not None:
+            (task,) = self._bar.tasks
+            if done < task.completed:
+                self._bar.reset(task.id)
+            self._bar.update(task.id, completed=done, total=total, note=note)
         elif not self._has_bar:
             super().progress(done, total, note)
 
     def finish(self, stage: str, seconds: float) -> None:
-        """Show that a stage is finished, and its time."""
-        self._remove()
+        self.__exit__()
         super().finish(stage, seconds)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,7 +48,7 @@ STEPS = 3  # of each stage that are run; the first is not counted
 _MOST_BYTES = 2 * 2**30  # of a training that is run to be timed
 _MOST_FLOPS = {"cpu": 1e11, "cuda": 1e13}  # of a step that is run to be timed
 
-Build = Callable[[], PreTrainedModel]
+Costs = list[tuple[TrainStage, tuple[SourceSample, ...], StepCost]]  # of one training step of every stage
 
 
 def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: bool = False) -> dict[str, Any]:
@@ -89,11 +88,14 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
     if recipe.splice is not None:
         locating = str(locate_memory(PromptBatches(plain, tokenizer, recipe.locate, recipe.seed)))
     processes = recipe.hardware.count
-    costs = []
+    costs: Costs = []
     for number, stage in enumerate(recipe.train.sequence):
         samples = sample_sources(stage, recipe.seed, tokenizer, processes, recipe.train.micro_batch)
-        frozen = plain if "base.logits" in stage.needs else None
-        teacher = _teacher(recipe, stage, tokenizer, hybrid.config, plan, path) if stage.needs_teacher else None
+        frozen, teacher = plain if "base.logits" in stage.needs else None, None
+        if recipe.train.teacher is not None and stage.needs_teacher:
+            of_recipe = as_base(recipe.train.teacher, "train.teacher.model")
+            model = _as_loaded(meta_model(load_config(at_hand(of_recipe, path)[0])), of_recipe)
+            teacher = Teacher(model, tokenizer, hybrid.config, plan.grafts, stage.align, stage.needs)
         cost = step_cost(hybrid, frozen, plan.grafts, recipe.train, samples, number, teacher, processes)
         costs.append((stage, samples, cost))
     return {
@@ -111,14 +113,7 @@ def dry_run(recipe: Recipe, folder: Path, path: Path | None = None, overwrite: b
         "locating": locating,
         "code": code_text(hybrid, run_device(), recipe.train.compile),
         **_training(recipe, costs, counted_with),
-        "time": _estimate_time(
-            recipe,
-            [(stage, cost) for stage, _, cost in costs],
-            tokenizer,
-            plan,
-            lambda: _hybrid(config, plan, fields, recipe),
-            lambda: _as_loaded(meta_model(config, base.trust_remote_code), recipe.base),
-        ),
+        "time": _estimate_time(recipe, costs, tokenizer, plan, hybrid, plain),
         "fits": _fits(max((cost for _, _, cost in costs), key=lambda c: c.total), recipe.hardware),
     }
 
@@ -145,33 +140,15 @@ def _planned(
     return plan, splice_field(plan, config, recipe.splice, teacher), origin
 
 
-def _teacher(
-    recipe: Recipe,
-    stage: TrainStage,
-    tokenizer: PreTrainedTokenizerBase,
-    student: PreTrainedConfig,
-    plan: Plan,
-    path: Path | None,
-) -> Teacher:
-    """Build the teacher of training on the meta device."""
-    assert recipe.train.teacher is not None
-    base = as_base(recipe.train.teacher, "train.teacher.model")
-    model = _as_loaded(meta_model(load_config(at_hand(base, path)[0])), base)
-    return Teacher(model, tokenizer, student, plan.grafts, stage.align, stage.needs)
-
-
-def _training(
-    recipe: Recipe, costs: Sequence[tuple[TrainStage, tuple[SourceSample, ...], StepCost]], counted_with: str
-) -> dict[str, Any]:
+def _training(recipe: Recipe, costs: Costs, counted_with: str) -> dict[str, Any]:
     """Summarize steps, tokens, FLOPs and memory. `run` is the sum over all trained arms, `step` the largest step."""
     processes = recipe.hardware.count
     stage, batches, worst = max(costs, key=lambda entry: entry[2].total)
     rows, columns = batches[worst.largest].batch.input_ids.shape
-    lengths = [stage.num_steps for stage, _, _ in costs]
-    trained = [n * recipe.arms_of(stage) for n, (stage, _, _) in zip(lengths, costs, strict=True)]
+    trained = [stage.num_steps * recipe.arms_of(stage) for stage, _, _ in costs]
     tokens = [round(cost.tokens * processes) for _, _, cost in costs]
     flops = [cost.flops * processes for _, _, cost in costs]
-    documents = sum(sum(micro.rows for micro in batch) * n for (_, batch, _), n in zip(costs, lengths, strict=True))
+    documents = sum(sum(sample.rows for sample in samples) * stage.num_steps for stage, samples, _ in costs)
     return {
         "steps": recipe.train.num_all_steps,
         "until_plateau": recipe.train.has_plateau,
@@ -186,10 +163,7 @@ def _training(
 
 
 def _fits(cost: StepCost, hardware: Hardware) -> dict[str, Any] | None:
-    """Check whether one process fits its device, and by how much.
-
-    Without `hardware`, the device is that of this machine. None if it is another one, whose memory is not given.
-    """
+    """Check whether one process fits its device, by default this machine. None if its memory is not known."""
     name, memory = hardware.gpu or "device", hardware.memory_gib
     if memory is None:
         if hardware.gpu is not None or hardware.count > 1:
@@ -250,29 +224,25 @@ def _tokenizer(base: Base, online: bool) -> tuple[PreTrainedTokenizerBase, str]:
 
 def _estimate_time(
     recipe: Recipe,
-    costs: Sequence[tuple[TrainStage, StepCost]],
+    costs: Costs,
     tokenizer: PreTrainedTokenizerBase,
     plan: Plan,
-    hybrid: Build,
-    base: Build,
+    hybrid: PreTrainedModel,
+    base: PreTrainedModel,
 ) -> dict[str, Any] | None:
-    """Estimate the seconds of training, for all arms, from the cost of a step of every stage.
-
-    With `hardware.tflops` the time follows from the FLOPs. Otherwise a few steps are run on this machine. `hybrid` and
-    `base` build the models on the meta device.
+    """Estimate the seconds of training, for all arms: by `hardware.tflops`, or by a few steps on this machine.
 
     Returns:
         `seconds` of the training, `step`: seconds of the longest step, `measured_on`: the device, or "" with
         `hardware.tflops`, and `load`: the number of waiting or running processes per CPU before the measurement, 0 if
         it is not known. None if the steps are too large to run here, or cannot run.
     """
+    device, load = "", 0.0
     if recipe.hardware.tflops is not None:
-        by_stage = [cost.flops / (recipe.hardware.tflops * 1e12) for _, cost in costs]
-        measured_on, load = "", 0.0
+        by_stage = [cost.flops / (recipe.hardware.tflops * 1e12) for _, _, cost in costs]
     else:
-        accelerator = make_accelerator()
-        device = accelerator.device.type
-        fits = all(cost.total <= _MOST_BYTES and cost.flops <= _MOST_FLOPS.get(device, 0.0) for _, cost in costs)
+        device = make_accelerator().device.type
+        fits = all(cost.total <= _MOST_BYTES and cost.flops <= _MOST_FLOPS.get(device, 0.0) for _, _, cost in costs)
         # Compiling takes longer than the steps, and a teacher would need its weights.
         if not fits or recipe.train.compile or recipe.train.needs_teacher or recipe.hardware.count > 1:
             return None
@@ -281,20 +251,21 @@ def _estimate_time(
             by_stage = _timed(recipe, tokenizer, plan, hybrid, base)
         except SurgeryError:  # the run would report it, with its own weights
             return None
-        measured_on = device
-    steps = [stage.num_steps * recipe.arms_of(stage) for stage, _ in costs]
+    steps = [stage.num_steps * recipe.arms_of(stage) for stage, _, _ in costs]
     seconds = sum(step * n for step, n in zip(by_stage, steps, strict=True))
-    return {"seconds": seconds, "step": max(by_stage), "measured_on": measured_on, "load": load}
+    return {"seconds": seconds, "step": max(by_stage), "measured_on": device, "load": load}
 
 
-def _timed(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, plan: Plan, hybrid: Build, base: Build) -> list[float]:
+def _timed(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, plan: Plan, hybrid: PreTrainedModel, base: PreTrainedModel
+) -> list[float]:
     """Train a few steps of every stage with random weights. Return the seconds of a step, by stage."""
     short = {"steps": STEPS, "tokens": None, "plateau": None}
     stages = tuple(stage.model_copy(update=short) for stage in recipe.train.sequence)
     train = recipe.train.model_copy(update={"check_every": None, "trackers": (), "stages": stages})
     accelerator = make_accelerator()
-    frozen = _random(base()).to(accelerator.device) if "base.logits" in train.needs else None
-    model = _random(hybrid())
+    frozen = _random(base).to(accelerator.device) if "base.logits" in train.needs else None
+    model = _random(hybrid)
     with TemporaryDirectory() as scratch:
         texts = Path(scratch, "texts.jsonl")
         if train.base_texts is not None:
@@ -306,7 +277,8 @@ def _timed(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, plan: Plan, hybri
 
 
 def _random(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model on the meta device small random weights on the CPU."""
+    """Give a model on the meta device small random weights on the CPU, and no gradients."""
+    model.zero_grad()
     model = model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

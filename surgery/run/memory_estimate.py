@@ -166,11 +166,7 @@ def step_cost(
 
 
 def weight_bytes(model: PreTrainedModel, is_quantized: bool = False) -> int:
-    """Count the bytes of parameters and buffers. Tied ones count once.
-
-    Args:
-        is_quantized: count the layers that `train.lora.quantization` quantizes as quantized.
-    """
+    """Count the bytes of parameters and buffers, tied ones once; those of layers that QLoRA quantizes as quantized."""
     layers = quantizable(model).values() if is_quantized else ()
     weights = {id(layer.weight): layer.weight for layer in layers}.values()
     saved = sum(weight.nbytes - math.ceil(weight.numel() * BITS_PER_WEIGHT / 8) for weight in weights)

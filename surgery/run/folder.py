@@ -21,6 +21,7 @@ WRITTEN = (
     "steps", "adapters", "teacher_logits", "logs", "trained", "training.json", "plateau.json", "no_splice",
     "no_splice_training.json", "results.json", "report.html", "figures", "export", ".stages", "recipe.yaml", "run.log",
 )  # fmt: skip
+_UNSET = "not set"
 
 
 class RunDir:
@@ -34,11 +35,8 @@ class RunDir:
 
         Args:
             recipe_yaml: the recipe in full.
-            overwrite: allow the removal of a run of another recipe.
+            overwrite: allow the removal of a run of another recipe. Returns True if there is one.
             inputs: local files and folders that the recipe reads, by field; its own file under `recipe`.
-
-        Returns:
-            True if a run of another recipe has to be removed.
 
         Raises:
             RunError: the folder holds other files, an input of the run, or without `overwrite` another recipe's run.
@@ -78,13 +76,11 @@ class RunDir:
             earlier = check_recipe(stored) if stored else recipe
         except (yaml.YAMLError, SurgeryError, AttributeError):
             return []
-        then, now = (dict(_values(recipe.model_dump(mode="json"))) for recipe in (earlier, recipe))
-
-        def text(values: Mapping[str, Any], key: str) -> str:
-            return json.dumps(values[key], ensure_ascii=False) if key in values else "not set"
-
-        differing = [key for key in {**now, **then} if text(now, key) != text(then, key)]
-        return [f"{key}: {text(then, key)} -> {text(now, key)}" for key in differing]
+        then, now = (
+            {key: json.dumps(value, ensure_ascii=False) for key, value in _values(recipe.model_dump(mode="json"))}
+            for recipe in (earlier, recipe)
+        )
+        return [f"{key}: {then.get(key, _UNSET)} -> {now.get(key, _UNSET)}" for key in _differing(now, then)]
 
     def manifest(self, stage: str) -> Mapping[str, Any] | None:
         """Read the manifest of a stage: `key`, `outputs` (hash) and `seconds`. None if the stage is not finished."""
@@ -120,8 +116,12 @@ def _difference(stored: str, recipe_yaml: str) -> str:
     ours, theirs = _identity(recipe_yaml), _identity(stored)
     if not theirs:
         return " (its recipe.yaml cannot be read)"
-    differing = [f"{key}: {theirs.get(key)}" for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+    differing = [f"{key}: {theirs.get(key)}" for key in _differing(ours, theirs)]
     return f" ({', '.join(differing)})" if differing else ""
+
+
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    return [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
 
 
 def _values(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -142,7 +142,7 @@ def _identity(recipe_yaml: str) -> dict[str, Any]:
     try:
         recipe = yaml.safe_load(recipe_yaml)
     except yaml.YAMLError:
-        return {}
+        recipe = None
     if not isinstance(recipe, dict):
         return {}
     values = dict(_values(recipe))

@@ -14,8 +14,8 @@ from surgery.models.loading import load_config
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe
+from surgery.run.analysis import check_change, expand
 from surgery.run.dry_run import LENGTHS, dry_run
-from surgery.run.expansion import check_change, expand
 from tests.integration.conftest import BASE, ROOT
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}

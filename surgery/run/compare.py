@@ -63,20 +63,14 @@ class Comparison(Section):
     def bases(self) -> dict[str, Base]:
         """The models by name; equal names are numbered."""
         names = [public_name(model) for model in self.models]
-        bases = {}
-        for i, (name, model) in enumerate(zip(names, self.models, strict=True)):
-            numbered = name if names.count(name) == 1 else f"{name} ({1 + names[:i].count(name)})"
-            base = Base(model=model, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
-            bases[numbered] = base.named("MODEL")
-        return bases
+        numbered = (n if names.count(n) == 1 else f"{n} ({1 + names[:i].count(n)})" for i, n in enumerate(names))
+        more = {"dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
+        bases = (Base(model=model, **more).named("MODEL") for model in self.models)
+        return dict(zip(numbered, bases, strict=True))
 
 
 def load_comparison(models: Sequence[str], overrides: Sequence[str] = ()) -> Comparison:
-    """Make the settings for these models, with overrides such as `evaluate.examples=50`.
-
-    Raises:
-        RecipeError: as in `load_recipe`.
-    """
+    """Make the settings for these models, with overrides such as `evaluate.examples=50`. Raises RecipeError."""
     data = Comparison(models=("",)).model_dump(mode="json")
     for override in overrides:
         if override.partition("=")[0].partition(".")[0] == "models":
@@ -156,11 +150,8 @@ def _evaluate(
             models[name] = model
         del model  # before the next one is loaded
     others = [name for name in bases if prompts[name] is not shared]
-    flags = {
-        name: {task: np.asarray(x, bool) for task, x in arms[name].correct.items()}
-        for name in bases
-        if name not in others
-    }
+    paired = [name for name in bases if name not in others]
+    flags = {name: {task: np.asarray(x, bool) for task, x in arms[name].correct.items()} for name in paired}
     public = {name: public_name(base.model) for name, base in bases.items()}
     results = {
         "arms": {name: arm.summary for name, arm in arms.items()},

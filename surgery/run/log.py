@@ -19,7 +19,7 @@ from surgery.run.context import Reporter, Run
 LOG = "run.log"
 
 
-class LoggedReporter:
+class _Log:
     """Pass every event on to another reporter, and append it to a file as a line with the time in UTC."""
 
     def __init__(self, path: Path, reporter: Reporter) -> None:
@@ -33,8 +33,6 @@ class LoggedReporter:
             file.write(f"{now}  {redacted(' '.join(line.splitlines()))}\n")
 
     def __getattr__(self, event: str) -> Callable[..., None]:
-        """Return a method that passes an event on to the lines of the log and to the reporter."""
-
         def both(*given: Any) -> None:
             getattr(self._lines, event)(*given)
             getattr(self._reporter, event)(*given)
@@ -48,7 +46,7 @@ def logged(run: Run) -> Iterator[None]:
     path = run.folder / LOG
     if path.is_file() and not path.is_symlink() and path.stat().st_nlink > 1:
         copy_entry(path, path)  # the folder was copied with hard links: the other copy keeps its log
-    log = LoggedReporter(path, run.reporter)
+    log = _Log(path, run.reporter)
     log.append(f"surgery {__version__}: {', '.join(run.stages)}")
     run.reporter = cast(Reporter, log)
     try:

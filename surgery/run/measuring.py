@@ -31,6 +31,7 @@ LARGE = 3_000_000_000  # weights: from here on, half precision and new heads alo
 PROMPTS, PROMPTS_OF_SMALL = 32, 64  # for each accuracy, of large and of small bases
 _KNOWLEDGE = ("closed_book", "letter_choice", "option_text")
 _SENTENCES = 32
+_LARGEST_BATCH = 64
 _FEW_PAIRS = 4  # in prompts for a base that is at chance
 _NEOX = range(50_254, 50_304)  # vocabularies of mamba_ssm's published models
 
@@ -63,12 +64,10 @@ class Findings:
 
     @property
     def is_small(self) -> bool:
-        """Whether everything trains in minutes on a CPU."""
         return self.parameters <= SMALL
 
     @property
     def is_large(self) -> bool:
-        """Whether the base is kept in half precision, and only new heads train."""
         return self.parameters >= LARGE
 
     def tokens_of(self, pairs: int) -> float:
@@ -118,7 +117,7 @@ def measure_base(model: str, data: str | None, tokenizer: str | None, trust_remo
         form, pairs, share, ladder = _place(prober, screening, count)
         sizes = _possible(prober, form, pairs)
         known = known_tasks(prober, _KNOWLEDGE, count)
-        longest = prober.documents(form, max(sizes), 64)
+        longest = prober.documents(form, max(sizes), _LARGEST_BATCH)
         room = machine.memory // 2
         batch_size, speeds = try_batch_sizes(lambda n: prober.answered(longest[:n], n), loaded.device, room)
         say(f"batch size {batch_size}: " + ", ".join(f"{n}: {1 / speed:.2g} s a prompt" for n, speed in speeds.items()))
@@ -176,16 +175,11 @@ def _possible(prober: Prober, form: Format, pairs: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def try_batch_sizes(
-    run: Callable[[int], object], device: torch.device, room: int, largest: int = 64
-) -> tuple[int, dict[int, float]]:
-    """Find the batch size with the most prompts a second that fits the memory.
+def try_batch_sizes(run: Callable[[int], object], device: torch.device, room: int) -> tuple[int, dict[int, float]]:
+    """Find the batch size with the most prompts a second that fits the memory. Also returns the rates by size.
 
     Doubles the size from 4. Stops where memory runs out, where the next size would take more than `room` bytes by the
     growth so far, or where the rate grows by less than a tenth.
-
-    Returns:
-        The size, and prompts a second by size.
 
     Raises:
         SurgeryError: not even the smallest batch fits.
@@ -193,7 +187,7 @@ def try_batch_sizes(
     speeds: dict[int, float] = {}
     size, before = 4, peak_bytes(device)
     run(1)  # the first pass also initialises libraries
-    while size <= largest:
+    while size <= _LARGEST_BATCH:
         began = time.perf_counter()
         try:
             run(size)

@@ -24,45 +24,32 @@ _FORMS: tuple[tuple[set[str], dict[str, Any]], ...] = (
 def source_of_file(
     path: str, tokenizer: PreTrainedTokenizerBase, context: int | None, vocab_size: int
 ) -> tuple[dict[str, Any], str]:
-    """Read a file and describe it as a source.
-
-    Args:
-        path: JSONL or Parquet file, a folder of them, or a data set on the Hub.
-        tokenizer: the base's.
-        context: maximum tokens of the model; no limit if None.
-        vocab_size: rows of the model's embedding.
-
-    Returns:
-        The source as plain data, and the reason for its weights.
+    """Read the user's data and describe it as a source, as plain data, with the reason for its weights.
 
     Raises:
         DataError: the file cannot be read, its columns are unknown, or a row cannot be used.
     """
     columns = _columns_of(path)
+    data: dict[str, Any] = {"path": path, "columns": columns}
+    given: dict[str, Any] = {"context": context, "vocab_size": vocab_size}
     if "text" in columns:
-        data: dict[str, Any] = {"path": path, "columns": columns}
         most = min(context or _TEXT_TOKENS, _TEXT_TOKENS)
-        read_documents(Data.model_validate(data), tokenizer, most, context=context, vocab_size=vocab_size)
+        read_documents(Data.model_validate(data), tokenizer, most, **given)
         source = {"data": data, "rows": 4, "max_tokens": most, "weights": {"base_kl": 1.0}}
         return source, "Your texts: the hybrid keeps what the base predicts on them."
-    data = {"path": path, "columns": columns, "holdout": _HOLDOUT}
     weights = {"answer": 1.0, "attention": 1.0}
     source = {"data": data, "rows": 8, "weights": weights}
-    section = Train(sources=(Source.model_validate(source),))
     held_out = f"{_HOLDOUT:.0%} of the prompts are held out and evaluated."
-    given: dict[str, Any] = {"context": context, "vocab_size": vocab_size}
+    data["holdout"] = _HOLDOUT
     try:
-        rows, _ = read_documents(section.own_data[0], tokenizer, **given)
-        read_documents(section.own_data[0], tokenizer, limit=1, held_out=True, **given)
+        rows, _ = read_documents(Data.model_validate(data), tokenizer, **given)
+        read_documents(Data.model_validate(data), tokenizer, limit=1, held_out=True, **given)
     except DataError:
         del data["holdout"]
         held_out = "Too few prompts to hold some out."
-        section = Train(sources=(Source.model_validate(source),))
-        rows, _ = read_documents(section.own_data[0], tokenizer, **given)
-    counts = next(
-        iter(count_answer_spans(section, tokenizer, context=context, vocab_size=vocab_size).values()),
-        {"marked": len(rows)},
-    )
+        rows, _ = read_documents(Data.model_validate(data), tokenizer, **given)
+    section = Train(sources=(Source.model_validate(source),))
+    counts = next(iter(count_answer_spans(section, tokenizer, **given).values()), {"marked": len(rows)})
     placed, total = counts.get("found", 0) + counts.get("marked", 0), sum(counts.values())
     if not placed:
         del weights["attention"]
@@ -73,11 +60,7 @@ def source_of_file(
 
 
 def _columns_of(path: str) -> dict[str, Any]:
-    """Find which columns a file has. Returns `data.columns`.
-
-    Raises:
-        DataError: it has no row, its first row cannot be read, or it has none of the known columns.
-    """
+    """Find which of the known columns a file has. Returns `data.columns`."""
     local_files(Data(path=path))
     failure: DataError | None = None
     names: set[str] = set()

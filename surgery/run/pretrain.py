@@ -68,16 +68,16 @@ def build_model(shape: TinyMamba2 | TinyTransformer, tokenizer: PreTrainedTokeni
 
 
 @torch.no_grad()
-def _look_back(model: LlamaForCausalLM, offsets: tuple[int, ...], gap: float = 4.0) -> None:
+def _look_back(model: LlamaForCausalLM, offsets: tuple[int, ...]) -> None:
     """Set biases so that head h of layer 0 reads the token `offsets[h]` places before its query.
 
     The bias of the key is one direction, rotated by the key's position. The bias of the query is the same direction,
-    rotated back by `offsets[h]` places. Their product is largest where the rotations agree, by about `gap` over the
+    rotated back by `offsets[h]` places. Their product is largest where the rotations agree, by about 4 over the
     neighbouring places.
     """
     attention, frequencies = model.model.layers[0].self_attn, model.model.rotary_emb.inv_freq
     width = attention.head_dim
-    size = math.sqrt(gap * math.sqrt(width) / float((1 - frequencies.cos()).sum()))
+    size = math.sqrt(4.0 * math.sqrt(width) / float((1 - frequencies.cos()).sum()))
     zeros = torch.zeros_like(frequencies)
     for head, offset in enumerate(offsets):
         rows, turn = slice(head * width, (head + 1) * width), -offset * frequencies
@@ -98,8 +98,7 @@ def pretrain(
         recipe: the validated recipe.
         folder: checkpoint folder. `FOLDER.steps` next to it has the checkpoints to resume from.
         reporter: receives progress.
-        overwrite: replace a model that this toolkit wrote into `folder`.
-        file: the recipe's file, which must not lie in a folder that is removed.
+        overwrite: replace a model that this toolkit wrote into `folder`. `file`, the recipe's, must not lie there.
 
     Raises:
         RunError: the folder has other files, or a model and `overwrite` is not set; another process writes into it;

@@ -100,11 +100,7 @@ class Prober:
     shares: dict[tuple[Format, int], Share] = field(default_factory=dict)
 
     def documents(self, form: Format, pairs: int, count: int) -> list[Document]:
-        """Generate prompts of a format.
-
-        Raises:
-            ProbeError: the format has no such number of pairs, or is longer than the model's context.
-        """
+        """Generate prompts. Raises ProbeError for a number of pairs that the format or the model's context excludes."""
         low, high = form.probe.pairs or (pairs, pairs)
         if not low <= pairs <= high:
             raise ProbeError("pairs", pairs, f"{form.task} takes {low} to {high}.")
@@ -117,14 +113,9 @@ class Prober:
         return documents
 
     def share(self, form: Format, pairs: int, count: int) -> Share:
-        """Score one format. The result is remembered.
-
-        Raises:
-            ProbeError: as `documents`, or the tokenizer cannot distinguish the choices.
-        """
+        """Score one format, once. Raises ProbeError as `documents`, or if the tokenizer cannot distinguish choices."""
         if (form, pairs) not in self.shares:
-            share = self.answered(self.documents(form, pairs, count))
-            self.shares[form, pairs] = share
+            share = self.shares[form, pairs] = self.answered(self.documents(form, pairs, count))
             self.say(f"{form}: {pairs} pairs, {share}")
         return self.shares[form, pairs]
 
@@ -211,12 +202,8 @@ def find_pairs(accuracy: Callable[[int], float], most: int = 100) -> tuple[int, 
             break
         measure(middle)
 
-    def distance(pairs: int) -> tuple[float, int]:
-        """Distance from the aim; of equal ones, the most pairs if they are too easy, otherwise the fewest."""
-        value = measured[pairs]
-        return abs(value - AIM), -pairs if value > AIM else pairs
-
-    return min(measured, key=distance), measured
+    # The closest to the aim; of equal ones, the most pairs if they are too easy, otherwise the fewest.
+    return min(measured, key=lambda n: (abs(measured[n] - AIM), -n if measured[n] > AIM else n)), measured
 
 
 def known_tasks(prober: Prober, names: Sequence[str], count: int) -> dict[str, Share]:

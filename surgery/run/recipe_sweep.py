@@ -126,7 +126,6 @@ def _values_of(grid: Grid, recipe: Recipe) -> dict[str, Any]:
 
 
 def _check_folders(grid: Grid, folder: Path, overwrite: bool, file: Path | None) -> None:
-    """Check that the folder of the sweep, and those of its runs, can be used. Changes nothing."""
     check_replaceable("sweep folder", folder, "sweep", {}, f"Set another name, such as name={grid.name}-2.")
     for recipe in grid.recipes:
         RunDir(folder / recipe.name).check(to_yaml(recipe), overwrite, inputs_of(recipe, file))

@@ -38,10 +38,9 @@ from surgery.commands.arguments import (
 from surgery.commands.checkpoints import compare, convert, generate, inspect, publish, verify
 from surgery.commands.init import BaseOption, DataFile, Tokenizer, init, recipe_of_base, recipe_without_base
 from surgery.commands.progress import NO_READER, Bars, PlainStream, out, show_progress, silence_libraries
-from surgery.commands.shipped import examples, recipes
+from surgery.commands.shipped import examples, recipes, validate
 from surgery.commands.show import show
 from surgery.commands.threads import set_up_cpu
-from surgery.commands.validate import validate
 from surgery.errors import SurgeryError, is_out_of_memory, naming, summary
 from surgery.files.atomic import is_full
 from surgery.recipe import AnalysisRecipe, PretrainRecipe, Recipe, load_recipe, shipped

@@ -72,11 +72,12 @@ class EvaluateStage(Stage):
         teacher, skipped = _teacher_arm(run)
         models |= teacher
         arms: dict[str, Arm] = {}
-        more: dict[str, Any] = {"sizes": {}, "skipped": skipped}
+        sizes: dict[str, Any] = {}
+        example = None
         for index, (name, load) in enumerate(models.items()):
             model = load()
             if name in ("base", "hybrid"):
-                more["sizes"][name] = asdict(sizes_of(model))
+                sizes[name] = asdict(sizes_of(model))
             given, section = prompts, recipe.evaluate
             tick = part_of(run.reporter, name, index, len(models))
             if twice is not None and name.endswith(READ_TWICE):
@@ -85,9 +86,9 @@ class EvaluateStage(Stage):
                 arms[name] = evaluate_model(model, run.tokenizer(), section, recipe.seed, given, tick)
             mark_seen(arms[name].summary, section, recipe.train)
             if name == "hybrid":
-                more["example"] = _example(run, prompts, arms, model)
+                example = _example(run, prompts, arms, model)
             del model  # before the next one is loaded
-        _write_results(run, arms, more, began)
+        _write_results(run, arms, {"sizes": sizes, "skipped": skipped, "example": example}, began)
 
 
 def _teacher_arm(run: Run) -> tuple[dict[str, Callable[[], PreTrainedModel]], dict[str, str]]:
@@ -131,10 +132,7 @@ def _example(run: Run, prompts: PromptSet, arms: Mapping[str, Arm], hybrid: PreT
 
 
 def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], began: float) -> None:
-    """Write the figures, results.json and report.html.
-
-    `more` has the `sizes` of base and hybrid, arms that were `skipped`, and an `example`.
-    """
+    """Write the figures, results.json and report.html. `more` are entries of the results, left out where empty."""
     from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
     from surgery.report.figures.curves import accuracy_by_pairs
     from surgery.report.figures.own_data import held_out_accuracy
@@ -163,22 +161,24 @@ def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], bega
     before = (*spliced, *text, "train", "control")
     seconds = {name: (run.rundir.manifest(name) or {}).get("seconds", 0.0) for name in before}
     inserted = [{"form": g.form, "before": g.before} for g in run.plan().grafts if g.form != "head"]
+    optional = {
+        **more,
+        "inserted": inserted,
+        "answer_spans": run.answer_spans,
+        "held_out_examples": side_by_side({name: arm.examples for name, arm in arms.items()}),
+        "training": run.trained_steps(),
+        "efficiency": costs,
+    }
     results = {
         "heads": [str(h) for h in run.plan().heads],
-        **({"inserted": inserted} if inserted else {}),
         "arms": summaries,
         **compare_arms(arms, recipe.seed),
-        **{name: more[name] for name in ("skipped", "example") if more[name]},
-        **({"answer_spans": run.answer_spans} if run.answer_spans else {}),
-        **({"held_out_examples": texts} if (texts := side_by_side({n: a.examples for n, a in arms.items()})) else {}),
+        **{name: entry for name, entry in optional.items() if entry},
         "step_zero_gap": read_json(run.folder / "splice.json") if recipe.splice is not None else None,
-        **({"training": trained_steps} if (trained_steps := run.trained_steps()) else {}),
-        "sizes": more["sizes"],
         "seconds": {**seconds, "evaluate": round(time.perf_counter() - began, 2)},
         "seed": recipe.seed,
         "recipe": recipe.model_dump(mode="json"),  # that of the folder may change before the next evaluation
         "versions": versions(),
-        **({"efficiency": costs} if costs else {}),
     }
     write_json(run.folder / "results.json", results)
     files = [name for name in _LINKED if (run.folder / name).is_file()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers import __version__ as transformers_version
 
 from surgery.data.files import local_files
 from surgery.data.tokenizer import build_tokenizer
@@ -37,6 +35,7 @@ from surgery.recipe.inputs import inputs_of
 from surgery.recipe.public import public_recipe
 from surgery.report.results import cell_of, entries, label_of
 from surgery.run.context import Reporter, Silent
+from surgery.run.evaluate_stage import versions
 from surgery.train.training import make_accelerator, train_model
 
 
@@ -185,14 +184,13 @@ def base_card(
     kinds = [PROBES[task].label.split(", ")[0] for task in tasks]  # without the half that an evaluation uses
     files = dict.fromkeys(source.data.public_name for source in sources if source.data is not None)
     texts = ([f"generated text: {', '.join(kinds)}"] if kinds else []) + [f"documents of {file}" for file in files]
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers_version}
     return (
         "---\n" + yaml.safe_dump(front, sort_keys=False) + "---\n\n"
         f"# {recipe.name}\n\n"
         f"{model.num_parameters():,} parameters (`{type(model).__name__}`), trained from scratch on "
         f"{'; '.join(texts)}. Its only use is to try the toolkit.\n\n"
         f"Made with `surgery pretrain` and the recipe below, seed {recipe.seed}, in "
-        f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(versions)}).\n\n"
+        f"{minutes:.0f} minutes with {torch.get_num_threads()} threads ({json.dumps(versions())}).\n\n"
         f"Accuracy on the evaluation split ({recipe.evaluate.examples} prompts each):\n\n"
         f"| task | score |\n|---|---|\n{rows}\n"
         "![Training losses](training.png)\n\n"

@@ -53,11 +53,11 @@ def print_plan(estimate: dict[str, Any]) -> None:
         widths = f"query/key {site['qk_width']}{copied}, value {site['v_width']}"
         text = f"{len(site['heads'])} heads, {site['mode']}, init {site['init']}, {widths}"
         table.add_row(f"layer {site['layer']}", text)
-    notes = {}
-    if estimate["until_plateau"]:
-        notes["steps"] = " at most, fewer if a plateau is found"
-    if base := estimate["base_parameters"]:
-        notes["parameters"] = f" (the base has {base:,})"
+    base = estimate["base_parameters"]
+    notes = {
+        "steps": " at most, fewer if a plateau is found" if estimate["until_plateau"] else "",
+        "parameters": f" (the base has {base:,})" if base else "",
+    }
     for key in ("parameters", "new_parameters", "trainable_parameters", "steps", "documents"):
         table.add_row(key.replace("_", " "), f"{estimate[key]:,}{notes.get(key, '')}")
     table.add_row("learning rates", estimate["learning_rates"])
@@ -120,12 +120,14 @@ def _print_memory(estimate: dict[str, Any]) -> None:
     verdict = f"fits, {left} left" if fits["fits"] else f"does not fit: needs {left} more"
     count, each = (f"{fits['count']} x ", " each") if fits["count"] > 1 else ("", "")
     out.print(f"{count}{fits['gpu']}, {fits['memory_gib']:g} GiB{each}: {verdict}.")
-    if not fits["fits"]:
-        alone = "One document is too long: shorten it, or set train.gradient_checkpointing."
-        hint = alone if largest["rows"] == 1 else "Set a smaller train.micro_batch."
-        if -fits["left"] >= sum(estimate["memory"][key] for key in ("activations", "temporaries")):
-            hint = "Nothing is left for documents. Set train.trainable to new_heads or lora, or base.dtype to bfloat16."
-        out.print(hint)
+    if fits["fits"]:
+        return
+    if -fits["left"] >= sum(estimate["memory"][key] for key in ("activations", "temporaries")):
+        out.print("Nothing is left for documents. Set train.trainable to new_heads or lora, or base.dtype to bfloat16.")
+    elif largest["rows"] > 1:
+        out.print("Set a smaller train.micro_batch.")
+    else:
+        out.print("One document is too long: shorten it, or set train.gradient_checkpointing.")
 
 
 def print_model(name: str, config: Any, model: Any) -> None:
@@ -190,12 +192,7 @@ def print_heads(folder: Path, most: int = 10) -> None:
 
 
 def print_results(folder: Path, recipe: Recipe) -> None:
-    """Print the tables of a finished run or an export, the verdict, and what can be done next.
-
-    Args:
-        folder: with results.json.
-        recipe: the run's recipe.
-    """
+    """Print the tables of a finished run or an export, the verdict, and what can be done next."""
     results = read_json(folder / "results.json")
     arms = {name: results["arms"][name] for name in ordered_arms(results["arms"])}  # the hybrid first
     table = Table("", title=f"{folder}: heads {', '.join(results['heads'])}")
@@ -297,10 +294,9 @@ def print_sweep(summary: dict[str, Any], folder: Path) -> None:
 def print_sweep_plan(plan: dict[str, Any], folder: Path) -> None:
     """Print which stages of which runs a sweep would run, and which it would take from other runs."""
     stages = list(dict.fromkeys(stage for run in plan["runs"].values() for stage in run))
-    lines = [["run", *stages], ["---"] * (len(stages) + 1)]
-    lines += [[name, *(run.get(stage, "") for stage in stages)] for name, run in plan["runs"].items()]
-    for line in lines:
-        out.print(f"| {' | '.join(line)} |", soft_wrap=True)
+    rows = [[name, *(run.get(stage, "") for stage in stages)] for name, run in plan["runs"].items()]
+    for row in (["run", *stages], ["---"] * (len(stages) + 1), *rows):
+        out.print(f"| {' | '.join(row)} |", soft_wrap=True)
     for control in plan["controls"]:
         values = label_of_values(control["values"])
         arm = "base" if control["arm"] == "base" else "control"

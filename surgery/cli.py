@@ -121,7 +121,7 @@ def _run(
     folder = runs / loaded.name
     if dry:
         from surgery.run.dry_run import dry_run
-        from surgery.run.stages import choose_stages
+        from surgery.run.pipeline import choose_stages
 
         choose_stages(loaded, first, last)
         tables.print_plan(dry_run(loaded, folder, path, overwrite))

@@ -12,14 +12,14 @@ PAUSE = 10.0  # seconds after which a tenth of a shorter stage gets a line
 
 
 class ProgressLines:
-    """A reporter that writes one line for each event.
+    """A reporter that writes one line for each event. Others are subclasses, such as progress bars.
 
     Args:
-        write: takes one line.
+        write: takes one line. By default lines are discarded.
         every_step: write a line for every step. By default, at most ten of a stage.
     """
 
-    def __init__(self, write: Callable[[str], None], every_step: bool = False) -> None:
+    def __init__(self, write: Callable[[str], None] = lambda line: None, every_step: bool = False) -> None:
         self._write, self._every_step = write, every_step
         self._began = self._last = self._seen = (0, time.monotonic())  # finished steps, and the time in seconds
         self._is_first = True

@@ -35,7 +35,8 @@ from surgery.models.runtime import run_device
 from surgery.recipe import AnalysisRecipe, Change, Splice, Swap, Sweep, Teacher, as_base, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.recipe.public import is_hub_id
-from surgery.run.context import Reporter, Silent, part_of
+from surgery.report.progress_lines import ProgressLines
+from surgery.run.context import part_of
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.stats import holm, mcnemar, wilson
@@ -49,7 +50,7 @@ def analyse(
     recipe: AnalysisRecipe,
     folder: Path,
     overwrite: bool = False,
-    reporter: Reporter | None = None,
+    reporter: ProgressLines | None = None,
     file: Path | None = None,
 ) -> dict[str, Any]:
     """Evaluate the base and each changed model on the same prompts. Writes `analysis.json`, the recipe and figures.
@@ -79,7 +80,7 @@ def analyse(
         write_text(folder / "recipe.yaml", to_yaml(recipe))
         mark(folder, "analysis")
         table, pruned = _Table(recipe, folder), sweeps.get("prune", [])
-        reporter = reporter or Silent()
+        reporter = reporter or ProgressLines()
         reporter.start("analyse", "evaluating every arm")
         arms: dict[str, Arm] = {}
         _score(table, [None, *pruned], arms, reporter)
@@ -209,7 +210,7 @@ class _Table:
             return evaluate_model(self.model, *arguments)
 
 
-def _score(table: _Table, changes: Sequence[Change | None], arms: dict[str, Arm], reporter: Reporter) -> None:
+def _score(table: _Table, changes: Sequence[Change | None], arms: dict[str, Arm], reporter: ProgressLines) -> None:
     """Evaluate `changes` and add them to `arms`."""
     total = len(arms) + len(changes)
     for change in changes:

@@ -30,7 +30,8 @@ from surgery.recipe.public import public_name
 from surgery.recipe.section import Plugins, Section, Seed
 from surgery.recipe.yaml import apply
 from surgery.registry import load_plugins
-from surgery.run.context import Reporter, Silent, part_of
+from surgery.report.progress_lines import ProgressLines
+from surgery.run.context import part_of
 
 
 class Comparison(Section):
@@ -81,7 +82,7 @@ def load_comparison(models: Sequence[str], overrides: Sequence[str] = ()) -> Com
     return check_recipe({**data, "models": list(models)}, Comparison)  # type: ignore[type-var]
 
 
-def compare_models(recipe: Comparison, folder: Path, reporter: Reporter | None = None) -> dict[str, Any]:
+def compare_models(recipe: Comparison, folder: Path, reporter: ProgressLines | None = None) -> dict[str, Any]:
     """Evaluate every model on the same prompts, and write `results.json` and figures into `folder`.
 
     Models with the same tokenizer as the first model get the same tokens, and a paired test against the first model. A
@@ -104,7 +105,7 @@ def compare_models(recipe: Comparison, folder: Path, reporter: Reporter | None =
         inputs = {f"models.{i}": model for i, model in enumerate(recipe.models)}
         check_replaceable("folder", folder, "comparison", inputs, "Set another name, such as name=my-comparison.")
         began = time.perf_counter()
-        results, models = _evaluate(recipe, recipe.bases(), reporter or Silent())
+        results, models = _evaluate(recipe, recipe.bases(), reporter or ProgressLines())
         from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
         from surgery.report.figures.curves import accuracy_by_pairs
 
@@ -122,7 +123,7 @@ def compare_models(recipe: Comparison, folder: Path, reporter: Reporter | None =
 
 
 def _evaluate(
-    recipe: Comparison, bases: Mapping[str, Base], reporter: Reporter
+    recipe: Comparison, bases: Mapping[str, Base], reporter: ProgressLines
 ) -> tuple[dict[str, Any], dict[str, PreTrainedModel]]:
     """Evaluate the models. Returns the results, and the models by name if efficiency is measured."""
     tokenizers = {name: load_tokenizer(base) for name, base in bases.items()}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -38,24 +38,7 @@ PLATEAU = "plateau.json"  # the steps that the hybrid was trained, with `train.p
 SPLICE_TEACHER, TRAIN_TEACHER, CONTROL = "splice.teacher.model", "train.teacher.model", "control.model"
 
 
-class Reporter(Protocol):
-    """Interface for progress reports. The command line implements it with progress bars."""
-
-    def start(self, stage: str, what: str) -> None: ...
-    def progress(self, done: int, total: int, note: str = "") -> None: ...
-    def finish(self, stage: str, seconds: float) -> None: ...
-    def skip(self, stage: str, why: str) -> None: ...
-    def note(self, topic: str, text: str) -> None: ...
-
-
-class Silent(ProgressLines):
-    """Discard progress: for the Python API, and for ranks other than 0."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda line: None)
-
-
-def part_of(reporter: Reporter, name: str, index: int, count: int) -> Callable[[int, int], None]:
+def part_of(reporter: ProgressLines, name: str, index: int, count: int) -> Callable[[int, int], None]:
     """Report the progress of one of `count` parts, which take as many steps each."""
     return lambda done, total: reporter.progress(index * total + done, count * total, name)
 
@@ -67,7 +50,7 @@ class Run:
     recipe: Recipe
     folder: Path
     accelerator: Accelerator  # device and processes to run on
-    reporter: Reporter = field(default_factory=Silent)
+    reporter: ProgressLines = field(default_factory=ProgressLines)
     stages: tuple[str, ...] = ()  # names of those that this call runs
     siblings: tuple[Path, ...] = ()  # folders of other runs of a sweep, whose finished stages this run may take
 

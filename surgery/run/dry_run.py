@@ -33,7 +33,7 @@ from surgery.run.context import Run
 from surgery.run.folder import RunDir
 from surgery.run.machine import GIB, find_machine
 from surgery.run.memory_estimate import SourceSample, StepCost, sample_sources, step_cost
-from surgery.run.stages import stages_of
+from surgery.run.pipeline import stages_of
 from surgery.run.without_weights import at_hand, cached_folder, check_without_weights
 from surgery.splice.insertion import inserted_config
 from surgery.splice.plan import hybrid_config, make_plan, splice_field

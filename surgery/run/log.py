@@ -14,7 +14,7 @@ from surgery.errors import summary
 from surgery.files.atomic import copy_entry, open_regular
 from surgery.files.secret_scan import redacted
 from surgery.report.progress_lines import ProgressLines
-from surgery.run.context import Reporter, Run
+from surgery.run.context import Run
 
 LOG = "run.log"
 
@@ -22,7 +22,7 @@ LOG = "run.log"
 class _Log:
     """Pass every event on to another reporter, and append it to a file as a line with the time in UTC."""
 
-    def __init__(self, path: Path, reporter: Reporter) -> None:
+    def __init__(self, path: Path, reporter: ProgressLines) -> None:
         self._path, self._reporter, self._lines = path, reporter, ProgressLines(self.append)
 
     def append(self, line: str) -> None:
@@ -48,7 +48,7 @@ def logged(run: Run) -> Iterator[None]:
         copy_entry(path, path)  # the folder was copied with hard links: the other copy keeps its log
     log = _Log(path, run.reporter)
     log.append(f"surgery {__version__}: {', '.join(run.stages)}")
-    run.reporter = cast(Reporter, log)
+    run.reporter = cast(ProgressLines, log)
     try:
         yield
     except BaseException as error:

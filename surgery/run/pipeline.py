@@ -19,12 +19,42 @@ from surgery.files.lock import hold
 from surgery.models.loading import check_vocabulary
 from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.inputs import inputs_of
-from surgery.run.context import Reporter, Run, Silent
+from surgery.report.progress_lines import ProgressLines
+from surgery.run.context import Run
+from surgery.run.evaluate_stage import EvaluateStage
+from surgery.run.export_stage import ExportStage
+from surgery.run.locate_stages import LocateStage, PlanStage, SpliceStage
 from surgery.run.log import logged
 from surgery.run.sharing import find_origin, origin_text, take_stage
 from surgery.run.stage import Stage
-from surgery.run.stages import choose_stages, stages_of
+from surgery.run.train_stages import ControlStage, TextStage, TrainStage
 from surgery.train.training import make_accelerator
+
+STAGES: tuple[Stage, ...] = (
+    LocateStage(), PlanStage(), SpliceStage(),
+    TextStage(), TrainStage(), ControlStage(), EvaluateStage(), ExportStage(),
+)  # fmt: skip
+
+
+def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
+    """Stages of a recipe, in order. With `splice: null` the base is a hybrid already, and none is spliced."""
+    stages = STAGES if recipe.splice is not None else STAGES[3:]
+    return tuple(stage for stage in stages if recipe.train.base_texts is not None or not isinstance(stage, TextStage))
+
+
+def choose_stages(recipe: Recipe, first: str | None, last: str | None) -> tuple[Stage, ...]:
+    """Return the stages from `first` to `last`, or to the ends. Raises RunError for a name that is not a stage."""
+    stages = stages_of(recipe)
+    known = [stage.name for stage in stages]
+    for option, name in (("--from", first), ("--to", last)):
+        if name is not None and name not in known:
+            tuned = " With splice: null the base is a hybrid already." if recipe.splice is None else ""
+            raise RunError(option, name, f"Use one of the stages {', '.join(known)}.{tuned}")
+    begin = known.index(first) if first else 0
+    end = known.index(last) if last else len(stages) - 1
+    if begin > end:
+        raise RunError("--to", last, f"This stage comes before {first}. Set --to to {first} or a later stage.")
+    return stages[begin : end + 1]
 
 
 def run_pipeline(
@@ -33,7 +63,7 @@ def run_pipeline(
     first: str | None = None,
     last: str | None = None,
     overwrite: bool = False,
-    reporter: Reporter | None = None,
+    reporter: ProgressLines | None = None,
     file: Path | None = None,
     siblings: Sequence[Path] = (),
 ) -> Run:
@@ -61,7 +91,7 @@ def run_pipeline(
     accelerator = make_accelerator()
     is_main = accelerator.is_main_process
     names = tuple(stage.name for stage in stages)
-    shown = reporter if reporter is not None and is_main else Silent()
+    shown = reporter if reporter is not None and is_main else ProgressLines()
     run = Run(recipe, folder, accelerator, shown, names, tuple(siblings))
     claim = to_yaml(recipe), overwrite, inputs_of(recipe, file)
     with hold(folder, "run folder") if is_main else nullcontext():

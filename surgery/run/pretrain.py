@@ -33,8 +33,8 @@ from surgery.probes.registry import PROBES
 from surgery.recipe import PretrainRecipe, TinyMamba2, TinyTransformer, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.recipe.public import public_recipe
+from surgery.report.progress_lines import ProgressLines
 from surgery.report.results import cell_of, entries, label_of
-from surgery.run.context import Reporter, Silent
 from surgery.run.evaluate_stage import versions
 from surgery.train.training import make_accelerator, train_model
 
@@ -87,7 +87,7 @@ def _look_back(model: LlamaForCausalLM, offsets: tuple[int, ...]) -> None:
 def pretrain(
     recipe: PretrainRecipe,
     folder: Path,
-    reporter: Reporter | None = None,
+    reporter: ProgressLines | None = None,
     overwrite: bool = False,
     file: Path | None = None,
 ) -> None:
@@ -108,10 +108,10 @@ def pretrain(
         if check_replaceable("--to", folder, "model", inputs_of(recipe, file)) and not overwrite:
             hint = "The folder already holds a model. Set another folder, or pass --overwrite."
             raise RunError("--to", str(folder), hint)
-        _pretrain(recipe, folder, reporter or Silent())
+        _pretrain(recipe, folder, reporter or ProgressLines())
 
 
-def _pretrain(recipe: PretrainRecipe, folder: Path, reporter: Reporter) -> None:
+def _pretrain(recipe: PretrainRecipe, folder: Path, reporter: ProgressLines) -> None:
     accelerator = make_accelerator()
     if accelerator.num_processes > 1:
         hint = "Pretraining runs in one process. Launch it without torchrun."

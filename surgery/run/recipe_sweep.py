@@ -20,17 +20,17 @@ from surgery.models.sizes import meta_model, sizes_of
 from surgery.recipe import Base, Recipe, to_yaml
 from surgery.recipe.grid import Grid, GridPoint, naming
 from surgery.recipe.inputs import inputs_of
+from surgery.report.progress_lines import ProgressLines
 from surgery.report.sweep_report import point_of, summarize, write_sweep_page
-from surgery.run.context import Reporter, Run
+from surgery.run.context import Run
 from surgery.run.folder import RunDir
-from surgery.run.pipeline import check_inputs, run_pipeline
+from surgery.run.pipeline import check_inputs, run_pipeline, stages_of
 from surgery.run.sharing import find_origin, origin_among, origin_text
-from surgery.run.stages import stages_of
 from surgery.train.training import make_accelerator
 
 
 def run_sweep(
-    grid: Grid, folder: Path, overwrite: bool = False, reporter: Reporter | None = None, file: Path | None = None
+    grid: Grid, folder: Path, overwrite: bool = False, reporter: ProgressLines | None = None, file: Path | None = None
 ) -> dict[str, Any]:
     """Run every recipe of a grid, and write `sweep.json`, `sweep.html` and a figure. Finished stages are skipped.
 

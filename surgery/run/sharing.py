@@ -16,7 +16,7 @@ from surgery.recipe import Splice
 from surgery.recipe.yaml import read_mapping
 from surgery.run.context import Run
 from surgery.run.folder import RunDir
-from surgery.run.locate_stage import write_heads
+from surgery.run.locate_stages import write_heads
 from surgery.run.stage import Stage
 from surgery.types import head_set_from_json
 

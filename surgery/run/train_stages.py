@@ -23,7 +23,7 @@ from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Recipe, Train
 from surgery.report.results import answer_spans_text
 from surgery.run.context import CONTROL, PLATEAU, TRAIN_TEACHER, Run, located_prompts
-from surgery.run.splice_stages import state_parts
+from surgery.run.locate_stages import state_parts
 from surgery.run.stage import Stage
 from surgery.run.without_weights import check_installed
 from surgery.splice.plan import check_not_spliced

@@ -61,7 +61,7 @@ def _check_models(recipe: Recipe, base: Base, shapes_from: str, has_hub_data: bo
     """Check what needs the config or the tokenizer of a model. Returns what was not checked."""
     from surgery.models.loading import check_vocabulary, has_tokenizer, open_checkpoint
     from surgery.run.context import Run
-    from surgery.run.stages import stages_of
+    from surgery.run.pipeline import stages_of
     from surgery.train.training import make_accelerator
 
     is_folder, name = not is_hub_id(recipe.base.model), recipe.base.model

@@ -304,7 +304,7 @@ def test_what_is_read_from_a_folder_keeps_it(tmp_path: Path, monkeypatch: pytest
 
 def test_a_run_writes_nothing_that_is_not_listed() -> None:
     """What `--overwrite` removes is what every stage writes, and no more."""
-    from surgery.run.stages import stages_of
+    from surgery.run.pipeline import stages_of
 
     texts = {"base_text": 2, "max_tokens": 8, "weights": {"base_kl": 1.0}}
     train = {"plateau": {}, "optimizer": {"schedule": "wsd"}, "sources": [{"task": "kv_retrieval"}, texts]}

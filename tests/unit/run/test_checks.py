@@ -12,7 +12,7 @@ import torch
 
 from surgery.errors import ModelError, PlanError, RecipeError, SurgeryError
 from surgery.recipe import Recipe, check_recipe
-from surgery.run import evaluate_stage, locate_stage, train_stages, without_weights
+from surgery.run import evaluate_stage, locate_stages, train_stages, without_weights
 from surgery.run.dry_run import dry_run
 from surgery.run.pipeline import run_pipeline
 from surgery.run.without_weights import check_installed, check_without_weights
@@ -53,7 +53,7 @@ def recipe(models: Path, base: str = "base", tokenizer: str | None = None, **giv
 
 def test_models_that_cannot_be_used(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers and tokenizers of every model that the run will load."""
-    work = ((locate_stage, "locate_heads"), (train_stages, "train_model"), (evaluate_stage, "evaluate_model"))
+    work = ((locate_stages, "locate_heads"), (train_stages, "train_model"), (evaluate_stage, "evaluate_model"))
     for module, name in work:
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("a stage began"))
     source = {**KV, "weights": {"answer": 1.0, "distil": 1.0}}

@@ -13,8 +13,9 @@ import pytest
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Recipe, check_recipe
 from surgery.report.figures import curves
+from surgery.report.progress_lines import ProgressLines
 from surgery.run import pipeline
-from surgery.run.context import Run, Silent
+from surgery.run.context import Run
 from surgery.run.stage import Stage
 from surgery.run.train_stages import ControlStage, TrainStage
 from surgery.train import trainer
@@ -62,7 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class StopsAfter(Silent):
+class StopsAfter(ProgressLines):
     """Interrupts the training after a step, as Ctrl-C does."""
 
     def __init__(self, step: int | None) -> None:
@@ -124,7 +125,7 @@ def test_skipped_rows_are_reported(tmp_path: Path) -> None:
     source = {"data": own, "rows": 1, "weights": {"answer": 1.0, "attention": 1.0}}
     notes: list[str] = []
 
-    class Notes(Silent):
+    class Notes(ProgressLines):
         def note(self, topic: str, text: str) -> None:
             notes.append(f"{topic} {text}")
 

@@ -16,8 +16,9 @@ from surgery.files.ownership import mark
 from surgery.locate.selection import can_choose_again, choose_again
 from surgery.recipe import Locate, Recipe, Splice, check_recipe, to_yaml
 from surgery.run.context import Run
+from surgery.run.pipeline import STAGES
 from surgery.run.sharing import find_origin, origin_text, take_stage
-from surgery.run.stages import STAGES, Stage
+from surgery.run.stage import Stage
 from surgery.types import HeadId, HeadSet, Interval, MixerSpec, ScoredHead, to_json
 
 BY_NAME = {stage.name: stage for stage in STAGES}

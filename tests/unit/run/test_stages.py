@@ -18,7 +18,7 @@ from surgery.report.figures import curves
 from surgery.run import train_stages
 from surgery.run.context import Run
 from surgery.run.export_stage import ExportStage
-from surgery.run.stages import choose_stages, stages_of
+from surgery.run.pipeline import choose_stages, stages_of
 from surgery.train.training import make_accelerator
 from surgery.types import to_json
 from tests.integration.conftest import RECIPE

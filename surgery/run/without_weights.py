@@ -51,38 +51,35 @@ def check_without_weights(recipe: Recipe, file: Path | None = None) -> list[str]
     own = [*recipe.train.own_data, *([recipe.locate.data] if recipe.locate.data is not None else [])]
     on_the_hub = [data.path for data in own if not local_files(data)]
     skipped = [f"data {path}, which is on the Hub" for path in on_the_hub]
+    name, is_folder = recipe.base.model, not is_hub_id(recipe.base.model)
     base, shapes_from = _found(recipe.base, file)
     if base is None:
-        return [*skipped, _unavailable("base.model", recipe.base.model, "base, heads and tokens")]
-    return [*skipped, *_check_models(recipe, base, shapes_from, bool(on_the_hub), file)]
-
-
-def _check_models(recipe: Recipe, base: Base, shapes_from: str, has_hub_data: bool, file: Path | None) -> list[str]:
-    """Check what needs the config or the tokenizer of a model. Returns what was not checked."""
+        return [*skipped, _unavailable("base.model", name, "base, heads and tokens")]
     from surgery.models.loading import check_vocabulary, has_tokenizer, open_checkpoint
     from surgery.run.context import Run
     from surgery.run.pipeline import stages_of
     from surgery.train.training import make_accelerator
 
-    is_folder, name = not is_hub_id(recipe.base.model), recipe.base.model
-    recipe, skipped = _with_models_at_hand(recipe, base, file)
+    recipe, missing = _with_models_at_hand(recipe, base, file)
+    skipped += missing
     stages = stages_of(recipe)
     run = Run(recipe, Path("runs") / recipe.name, make_accelerator(), stages=tuple(stage.name for stage in stages))
     for stage in stages:
         stage.check_configs(run)
     if is_folder:
         open_checkpoint(base).weight_files()
-    if not shapes_from and not is_folder:
+    elif not shapes_from:
         skipped.append(f"weight files of {name}, which is on the Hub")
-    lacks_tokenizer = base.tokenizer is not None and is_hub_id(source_of(base.tokenizer, None)[0])
-    if base.tokenizer is None and not is_folder:  # the config alone may be here
-        lacks_tokenizer = bool(shapes_from) or not has_tokenizer(base)
+    if base.tokenizer is not None:
+        lacks_tokenizer = is_hub_id(source_of(base.tokenizer, None)[0])
+    else:  # the config alone may be here
+        lacks_tokenizer = not is_folder and (bool(shapes_from) or not has_tokenizer(base))
     if lacks_tokenizer:
         return [*skipped, _unavailable("tokenizer", base.tokenizer or name, "tokens of data and prompts")]
     check_vocabulary(run.tokenizer(), run.config)
     for stage in stages:
         stage.check_tokenizers(run)
-    if has_hub_data:
+    if on_the_hub:
         return [*skipped, "tokens of data and prompts, since some data is not local"]
     for stage in stages:
         stage.check_data(run)
@@ -126,7 +123,6 @@ def _with_models_at_hand(recipe: Recipe, base: Base, file: Path | None) -> tuple
 
 
 def _unavailable(field: str, value: str, what: str) -> str:
-    """Say what was not checked, and which model is missing."""
     return f"{what} ({field} {value} is not in the local cache of the Hub)"
 
 

@@ -74,7 +74,8 @@ def analyse(
     """
     with hold(folder):
         replaced = _check_folder(recipe, folder, overwrite, file)
-        config, teacher_config, sweeps, single = _checked_changes(recipe)
+        config, teacher_config = _configs(recipe)
+        sweeps, single = expand(recipe, config, teacher_config)
         if replaced:
             remove(folder, _WRITTEN)
         write_text(folder / "recipe.yaml", to_yaml(recipe))
@@ -87,10 +88,8 @@ def analyse(
         minimal = None
         if pruned:
             minimal = minimal_model(arms, [c.name for c in pruned], config.num_hidden_layers, recipe.margin)
-        sweeps, single = expand(recipe, config, minimal["layers"] if minimal else None)
+        sweeps, single = expand(recipe, config, teacher_config, minimal["layers"] if minimal else None)
         rest = [*single, *(c for kind, changes in sweeps.items() if kind != "prune" for c in changes)]
-        for change in rest:
-            check_change(change, config, recipe.teacher, teacher_config)
         _score(table, rest, arms, reporter)
         choices = table.prompts.choices
         chance = {task: [1 / len(d.questions[-1].choices) for d in documents] for task, documents in choices.items()}
@@ -114,25 +113,17 @@ def analyse(
 def check_without_weights(recipe: AnalysisRecipe) -> list[str]:
     """Check the base and every change of an analysis without weights or requests. Return what was not checked."""
     models = {"base.model": recipe.base.model, "teacher.model": recipe.teacher.model if recipe.teacher else ""}
-    on_the_hub = [
-        f"models and changes ({field} {model} is on the Hub)" for field, model in models.items() if is_hub_id(model)
-    ]
+    on_the_hub = [f"{field} {model}" for field, model in models.items() if is_hub_id(model)]
     if not on_the_hub:
-        _checked_changes(recipe)
-    return on_the_hub
+        expand(recipe, *_configs(recipe))
+    return [f"models and changes ({model} is on the Hub)" for model in on_the_hub]
 
 
-def _checked_changes(
-    recipe: AnalysisRecipe,
-) -> tuple[PreTrainedConfig, PreTrainedConfig | None, dict[str, list[Change]], list[Change]]:
-    """Check every change against the configs. Return the configs, the changes of the sweeps, and the other changes."""
+def _configs(recipe: AnalysisRecipe) -> tuple[PreTrainedConfig, PreTrainedConfig | None]:
+    """Load the configs of the base, whose tokenizer must fit it, and of the teacher."""
     config = load_config(recipe.base)
     check_vocabulary(load_tokenizer(recipe.base), config)
-    teacher_config = load_config(as_base(recipe.teacher, "teacher.model")) if recipe.teacher else None
-    sweeps, single = expand(recipe, config)
-    for change in (*single, *(c for changes in sweeps.values() for c in changes)):
-        check_change(change, config, recipe.teacher, teacher_config)
-    return config, teacher_config, sweeps, single
+    return config, load_config(as_base(recipe.teacher, "teacher.model")) if recipe.teacher else None
 
 
 _WRITTEN = ("arms", "figures", "analysis.json", "recipe.yaml")
@@ -291,12 +282,16 @@ def _draw(results: Mapping[str, Any], single: Sequence[str], folder: Path) -> No
 
 
 def expand(
-    recipe: AnalysisRecipe, config: PreTrainedConfig, minimal: int | None = None
+    recipe: AnalysisRecipe,
+    config: PreTrainedConfig,
+    teacher_config: PreTrainedConfig | None = None,
+    minimal: int | None = None,
 ) -> tuple[dict[str, list[Change]], list[Change]]:
-    """Return the changes of each sweep in the recipe's order, and the changes that the recipe lists.
+    """Return the changes of each sweep in the recipe's order, and the changes that the recipe lists, all checked.
 
     `minimal` is the number of layers of `layers: minimal`, the whole model if it is not known yet. Raises RecipeError
-    if two changes have the same name, a heads.json belongs to another model, or a sweep runs more layers than it has.
+    as `check_change`, or if two changes have the same name, a heads.json belongs to another model, or a sweep runs more
+    layers than it has.
     """
     whole = minimal in (None, config.num_hidden_layers)
     resolved = {"layers": None if whole else minimal}
@@ -309,6 +304,8 @@ def expand(
     for change in single:
         if change.name in taken:
             raise RecipeError("changes", change.name, "An arm of a sweep has this name. Choose another one.")
+    for change in (*single, *(c for changes in sweeps.values() for c in changes)):
+        check_change(change, config, recipe.teacher, teacher_config)
     return sweeps, single
 
 

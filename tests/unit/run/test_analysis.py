@@ -47,7 +47,7 @@ def test_sweeps_are_written_out() -> None:
     change = {"name": "small", "layers": "minimal", "disable": ["L0H1"]}
     given = recipe(sweeps=[{"kind": "prune"}, {"kind": "drop_one", "layers": "minimal"}], changes=[change])
     for minimal, layers in ((None, None), (2, 2), (4, None)):
-        sweeps, (small,) = expand(given, config, minimal)
+        sweeps, (small,) = expand(given, config, None, minimal)
         assert small.layers == layers and small.disable == ("L0H1",)
         assert {c.layers for c in sweeps["drop_one"]} == {layers}
         assert (len(sweeps["drop_one"]), len(sweeps["prune"])) == (layers or 4, 3)

@@ -85,7 +85,6 @@ def print_plan(estimate: dict[str, Any]) -> None:
 
 
 def _time_text(estimate: dict[str, Any], arms: str) -> str:
-    """Time of the training in a dry run, and how it was estimated."""
     found = estimate["time"]
     if found is None:
         return "not estimated: set hardware.tflops to the TFLOP/s that one GPU reaches in training"
@@ -99,7 +98,6 @@ def _time_text(estimate: dict[str, Any], arms: str) -> str:
 
 
 def _print_memory(estimate: dict[str, Any]) -> None:
-    """Print the memory table and whether the run fits."""
     largest, fits = estimate["largest"], estimate["fits"]
     batch = f"{largest['rows']} documents of {largest['tokens']} tokens ({largest['source']})"
     out.print(f"Memory of one device while training; largest micro-batch: {batch}:")

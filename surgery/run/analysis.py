@@ -202,7 +202,6 @@ class _Table:
 
 
 def _score(table: _Table, changes: Sequence[Change | None], arms: dict[str, Arm], reporter: ProgressLines) -> None:
-    """Evaluate `changes` and add them to `arms`."""
     total = len(arms) + len(changes)
     for change in changes:
         name = "base" if change is None else change.name

@@ -94,7 +94,6 @@ class Run:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """The config of the base."""
         return load_config(self.recipe.base)
 
     @property
@@ -134,7 +133,6 @@ class Run:
         return None if teacher is None else load_model(teacher).to(self.accelerator.device)
 
     def teacher_config(self) -> PreTrainedConfig | None:
-        """The config of `teacher`, or None."""
         teacher = self.others.get(SPLICE_TEACHER)
         return None if teacher is None else load_config(teacher)
 

@@ -56,7 +56,6 @@ class EvaluateStage(Stage):
             check_tasks(section.lm_eval)
 
     def work(self, run: Run, key: str) -> None:
-        """Evaluate every arm on the same prompts, and write results.json, report.html and the figures."""
         began = time.perf_counter()
         recipe = run.recipe
         held_out = held_out_documents(recipe.train, run.tokenizer(), recipe.evaluate.examples, *run.limits)

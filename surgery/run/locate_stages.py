@@ -74,7 +74,6 @@ class LocateStage(Stage):
 
 
 def write_heads(run: Run, heads: HeadSet) -> None:
-    """Write the outputs of the stage locate."""
     from surgery.report.figures.heatmaps import head_maps  # matplotlib is slow to import
 
     write_json(run.folder / "locate.json", heads.cost)

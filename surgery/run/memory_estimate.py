@@ -101,7 +101,6 @@ class StepCost:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
         return sum(self.memory.values())
 
 

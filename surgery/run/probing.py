@@ -120,7 +120,6 @@ class Prober:
         return self.shares[form, pairs]
 
     def answered(self, documents: Sequence[Document], batch_size: int | None = None) -> Share:
-        """Rank the choices of these documents."""
         correct = ranked(self.model, query_batches(documents, self.tokenizer, batch_size or self.batch_size)).correct
         chance = sum(1 / len(document.questions[-1].choices) for document in documents) / len(documents)
         return Share(int(correct.sum()), len(documents), chance)

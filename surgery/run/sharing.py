@@ -22,7 +22,6 @@ from surgery.types import head_set_from_json
 
 
 def origin_text(folder: Path, chosen_again: bool) -> str:
-    """Describe where a stage is taken from."""
     return f"{'scores' if chosen_again else 'copied'} from {folder.name}"
 
 

@@ -115,7 +115,7 @@ class TrainStage(Stage):
             yield "data", f"{name}: answer_span: auto: {answer_spans_text(counts)}"
 
     def work(self, run: Run, key: str) -> float:
-        return train_arm(run, key, run.untrained(), run.base, "trained", "training")
+        return train_arm(run, key, run.untrained(), run.base)
 
 
 def _texts(recipe: Recipe) -> tuple[str, ...]:
@@ -171,11 +171,11 @@ class ControlStage(Stage):
             return 0.0
         # The reference of `base_kl` is the untrained control.
         reference = run.base if run.recipe.splice is not None else run.untrained_control
-        return train_arm(run, key, run.untrained_control(), reference, "no_splice", "no_splice_training")
+        return train_arm(run, key, run.untrained_control(), reference, is_control=True)
 
 
 def train_arm(
-    run: Run, key: str, model: PreTrainedModel, reference: Callable[[], PreTrainedModel], name: str, curve: str
+    run: Run, key: str, model: PreTrainedModel, reference: Callable[[], PreTrainedModel], is_control: bool = False
 ) -> float:
     """Train one arm, resuming from its newest checkpoint with this key. Writes the model and its losses.
 
@@ -184,7 +184,7 @@ def train_arm(
     """
     from surgery.report.figures.curves import training_curve  # matplotlib is slow to import
 
-    is_control, steps = name == "no_splice", run.folder / "steps"
+    name, curve = ("no_splice", "no_splice_training") if is_control else ("trained", "training")
     section = run.recipe.train.at_size(run.base_size)  # the control has the same rates
     if is_control:  # and as many steps
         if trained := run.trained_steps():
@@ -198,6 +198,7 @@ def train_arm(
                 hint = "Use the export, which has them merged, or remove these targets from train.lora.targets."
                 kind = f"{', '.join(refused)} for a {model.config.model_type}"
                 run.reporter.note("adapters", f"PEFT loads no adapters of {kind}. {hint}")
+    steps = run.folder / "steps"
     checkpoints = steps / key[:16]
     needs_base = "base.logits" in section.needs
     if not needs_base and any(stage.lora.quantization is not None for stage in section.sequence):

@@ -157,17 +157,17 @@ def test_qlora_trains_without_the_unquantized_base_if_no_objective_needs_it(tmp_
         recipe = check_recipe({"name": "x", "base": {"model": "m"}, "train": train, "locate": {"pairs": 2}})
         run = Run(recipe, tmp_path, make_accelerator())
         run.__dict__.update(_base=pico_base(), _tokenizer=pico_tokenizer(), base_size=1000)
-        train_stages.train_arm(run, "key", pico_base(), pico_base, "trained", "training")
+        train_stages.train_arm(run, "key", pico_base(), pico_base)
         assert (run._base is not None) == held, (quantization, more)
 
 
 @pytest.mark.usefixtures("trained")
 def test_a_new_training_of_the_hybrid_removes_the_adapters_of_the_last(tmp_path: Path) -> None:
-    for resumes, name, kept in ((False, "trained", False), (True, "trained", True), (False, "no_splice", True)):
+    for resumes, is_control, kept in ((False, False, False), (True, False, True), (False, True, True)):
         adapters = tmp_path / "adapters" / "adapter_config.json"
         write_json(adapters, {})
         if resumes:
             (tmp_path / "steps" / "key" / "step_000001").mkdir(parents=True)
         run = Run(load_recipe(RECIPE), tmp_path, make_accelerator())
-        train_stages.train_arm(run, "key", pico_base(), pico_base, name, "training")
-        assert adapters.exists() == kept, (resumes, name)
+        train_stages.train_arm(run, "key", pico_base(), pico_base, is_control)
+        assert adapters.exists() == kept, (resumes, is_control)

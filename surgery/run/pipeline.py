@@ -20,6 +20,7 @@ from surgery.models.loading import check_vocabulary
 from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.inputs import inputs_of
 from surgery.report.progress_lines import ProgressLines
+from surgery.report.results import answer_spans_text
 from surgery.run.context import Run
 from surgery.run.evaluate_stage import EvaluateStage
 from surgery.run.export_stage import ExportStage
@@ -129,10 +130,11 @@ def check_inputs(run: Run) -> None:
         stage.check_tokenizers(run)
     for stage in stages:
         stage.check_data(run)
-    if run.accelerator.is_main_process:
-        for stage in stages:
-            for topic, text in stage.notes(run):
-                run.reporter.note(topic, text)
+    if run.accelerator.is_main_process and "train" in run.stages:
+        for text in run.recipe.notes:
+            run.reporter.note("recipe", text)
+        for name, counts in run.answer_spans.items():
+            run.reporter.note("data", f"{name}: answer_span: auto: {answer_spans_text(counts)}")
 
 
 def run_stage(run: Run, stage: Stage, forced: bool) -> None:
@@ -153,7 +155,7 @@ def run_stage(run: Run, stage: Stage, forced: bool) -> None:
         run.reporter.skip(stage.name, reason)
         return
     began = time.perf_counter()
-    is_empty = stage.is_empty(run.recipe)
+    is_empty = not stage.outputs(run.recipe)
     if is_empty:
         run.reporter.note(stage.name, "the recipe has none")
     else:

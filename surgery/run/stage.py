@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,8 @@ class Stage:
         return tuple(name for name in self.reads if recipe.splice is not None or name not in _OF_SPLICING)
 
     def outputs(self, recipe: Recipe) -> tuple[str, ...]:
-        """Files and folders of the run folder that it writes for this recipe."""
+        """Files and folders of the run folder that it writes for this recipe. Empty if it has nothing to do."""
         return self.writes
-
-    def is_empty(self, recipe: Recipe) -> bool:
-        """Whether it has nothing to do for this recipe."""
-        return False
 
     def check_configs(self, run: Run) -> None:
         """Check the configs of its models. Loads no weights and no data."""
@@ -56,10 +52,6 @@ class Stage:
 
     def check_data(self, run: Run) -> None:
         """Check the user's data and prompts. Loads no weights."""
-
-    def notes(self, run: Run) -> Iterator[tuple[str, str]]:
-        """Yield what to tell before any stage runs: topic and text."""
-        return iter(())
 
     def work(self, run: Run, key: str) -> float | None:
         """Run the stage. Returns the seconds of earlier sessions that it resumed from, None if it never resumes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +21,6 @@ from surgery.models.loading import check_vocabulary, has_tokenizer, load_config,
 from surgery.models.sizes import meta_model
 from surgery.models.spliced import plan_of_hybrid
 from surgery.recipe import Recipe, Train
-from surgery.report.results import answer_spans_text
 from surgery.run.context import CONTROL, PLATEAU, TRAIN_TEACHER, Run, located_prompts
 from surgery.run.locate_stages import state_parts
 from surgery.run.stage import Stage
@@ -108,12 +107,6 @@ class TrainStage(Stage):
                 run.reporter.note("data", f"{text}The first: {documents.reader.first_error}")
         held_out_documents(train, run.tokenizer(), run.recipe.evaluate.examples, *run.limits)
 
-    def notes(self, run: Run) -> Iterator[tuple[str, str]]:
-        for text in run.recipe.notes:
-            yield "recipe", text
-        for name, counts in run.answer_spans.items():
-            yield "data", f"{name}: answer_span: auto: {answer_spans_text(counts)}"
-
     def work(self, run: Run, key: str) -> float:
         return train_arm(run, key, run.untrained(), run.base)
 
@@ -137,9 +130,6 @@ class ControlStage(Stage):
 
     def outputs(self, recipe: Recipe) -> tuple[str, ...]:
         return _CONTROL if recipe.has_control else ()
-
-    def is_empty(self, recipe: Recipe) -> bool:
-        return not recipe.has_control
 
     def depends_on(self, settings: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
         return state_parts(settings, values)  # of the base, not of the plan: hybrids with other heads share a control

@@ -102,11 +102,8 @@ def plan_sweep(grid: Grid, folder: Path, overwrite: bool = False, file: Path | N
             for stage in stages_of(recipe):
                 stage.check_configs(run)
         runs[recipe.name] = _planned_stages(run, known, grid)
-    controls = [
-        {"values": dict(point.values), "run": point.recipe.name, "arm": point.arm}
-        for point in grid.points
-        if point.arm != "hybrid"
-    ]
+    read = [point for point in grid.points if point.arm != "hybrid"]
+    controls = [{"values": dict(point.values), "run": point.recipe.name, "arm": point.arm} for point in read]
     return {"runs": runs, "controls": controls}
 
 

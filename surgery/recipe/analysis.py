@@ -20,35 +20,31 @@ class Swap(Section):
     """Replace the mixer of one layer by the teacher's attention."""
 
     layer: Layer
-    teacher_layer: Layer | None = Field(
-        None, description="Layer of the teacher. By default the layer with the same number."
-    )
-    with_block: bool = Field(False, description="Also replace the norms and the MLP of that layer.")
+    teacher_layer: Layer | None = None
+    """Layer of the teacher. By default the layer with the same number."""
+    with_block: bool = False
+    """Also replace the norms and the MLP of that layer."""
 
 
 class Change(Section):
     """One change of the model, as in the paper's experiments. Weights stay the same."""
 
-    name: str = Field(pattern=ARM_NAME, description="Name of the arm in tables and results.")
-    disable: tuple[str, ...] = Field(
-        (), description="Heads to ablate at every token, such as L17H24.", examples=[["L17H24"]]
-    )
-    keep: tuple[str, ...] = Field(
-        (),
-        description="Heads to keep: all other heads in their layers are ablated. MLPs and other layers stay.",
-        examples=[["L17H24"]],
-    )
-    keep_in: tuple[Layer, ...] = Field(
-        (),
-        examples=[[3]],
-        description="Layers in which all heads except those of `keep` are ablated. By default the layers of `keep`.",
-    )
-    drop: tuple[Layer, ...] = Field((), examples=[[3]], description="Layers to skip, mixer and MLP.")
-    layers: Layers = Field(
-        None, description="Number of layers to run, from the first. `minimal`: the number that the sweep `prune` finds."
-    )
-    mask_last_row: bool = Field(False, description="Mask the last row of every attention matrix.")
-    swap: Swap | None = Field(None, description="Replace one layer by the teacher's attention (Llamba only).")
+    name: str = Field(pattern=ARM_NAME)
+    """Name of the arm in tables and results."""
+    disable: tuple[str, ...] = Field((), examples=[["L17H24"]])
+    """Heads to ablate at every token, such as L17H24."""
+    keep: tuple[str, ...] = Field((), examples=[["L17H24"]])
+    """Heads to keep: all other heads in their layers are ablated. MLPs and other layers stay."""
+    keep_in: tuple[Layer, ...] = Field((), examples=[[3]])
+    """Layers in which all heads except those of `keep` are ablated. By default the layers of `keep`."""
+    drop: tuple[Layer, ...] = Field((), examples=[[3]])
+    """Layers to skip, mixer and MLP."""
+    layers: Layers = None
+    """Number of layers to run, from the first. `minimal`: the number that the sweep `prune` finds."""
+    mask_last_row: bool = False
+    """Mask the last row of every attention matrix."""
+    swap: Swap | None = None
+    """Replace one layer by the teacher's attention (Llamba only)."""
 
     @model_validator(mode="after")
     def _changes_something(self) -> Change:
@@ -69,21 +65,17 @@ class Change(Section):
 class Sweep(Section):
     """Apply one change to every layer or head in turn. Each result is one arm, such as `drop_03`."""
 
-    kind: Literal["prune", "drop_one", "disable_one", "swap_one"] = Field(
-        examples=["drop_one"],
-        description="`prune`: run only the first layers (`prune_03`: the first three). `drop_one`, `disable_one`, "
-        "`swap_one`: change one layer or head.",
-    )
-    layers: Layers = Field(
-        None, description="drop_one, disable_one: number of layers to run, from the first, or `minimal`."
-    )
-    heads: str | None = Field(
-        None, description="disable_one: heads.json of `surgery locate`, which sets the order. By default every head."
-    )
-    top: Positive | None = Field(
-        None, description="disable_one: number of heads, from the first in the order of `heads`."
-    )
-    with_block: bool = Field(False, description="swap_one: also replace norms and MLPs.")
+    kind: Literal["prune", "drop_one", "disable_one", "swap_one"] = Field(examples=["drop_one"])
+    """`prune`: run only the first layers (`prune_03`: the first three). `drop_one`, `disable_one`, `swap_one`: change
+    one layer or head."""
+    layers: Layers = None
+    """drop_one, disable_one: number of layers to run, from the first, or `minimal`."""
+    heads: str | None = None
+    """disable_one: heads.json of `surgery locate`, which sets the order. By default every head."""
+    top: Positive | None = None
+    """disable_one: number of heads, from the first in the order of `heads`."""
+    with_block: bool = False
+    """swap_one: also replace norms and MLPs."""
 
     @model_validator(mode="after")
     def _fields_have_a_meaning(self) -> Sweep:
@@ -102,13 +94,16 @@ class Sweep(Section):
 class AnalysisRecipe(Section):
     """Evaluate retrieval and knowledge of a model with parts of it removed. Nothing is trained."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="Names the run folder, runs/NAME.")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
+    """Names the run folder, runs/NAME."""
     seed: Seed = 0
     base: Base
     changes: tuple[Change, ...] = Field((), examples=[[{"name": "without_l17h24", "disable": ["L17H24"]}]])
     sweeps: tuple[Sweep, ...] = ()
-    teacher: Teacher | None = Field(None, description="Model whose layers `swap` and `swap_one` insert.")
-    margin: float = Field(0.05, ge=0, lt=1, description="Largest loss of KV-retrieval accuracy of the minimal model.")
+    teacher: Teacher | None = None
+    """Model whose layers `swap` and `swap_one` insert."""
+    margin: float = Field(0.05, ge=0, lt=1)
+    """Largest loss of KV-retrieval accuracy of the minimal model."""
     evaluate: Evaluate = Evaluate()
     plugins: Plugins = ()
 

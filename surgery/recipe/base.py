@@ -13,26 +13,29 @@ from surgery.types import HeadId
 class Checkpoint(Section):
     """A model to compare with or to copy from. It is never changed."""
 
-    model: str = Field(description="Checkpoint folder, or Hub id.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
-        "float32", description="Dtype of the weights in memory."
-    )
+    model: str
+    """Checkpoint folder, or Hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    """Dtype of the weights in memory."""
 
 
 class Base(Section):
     """The pretrained model to splice."""
 
-    model: str = Field(description="Checkpoint folder, or Hub id.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
-    tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer. By default that of the model.")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
-        "float32", description="Dtype of the weights in memory."
-    )
-    trust_remote_code: bool = Field(False, description="Run modelling code that comes with the checkpoint.")
-    channels_per_head: Positive | None = Field(
-        None, description="Mamba-1 only, which has channels and no heads: channels per head. By default 64."
-    )
+    model: str
+    """Checkpoint folder, or Hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    tokenizer: str | None = None
+    """Folder or Hub id of the tokenizer. By default that of the model."""
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    """Dtype of the weights in memory."""
+    trust_remote_code: bool = False
+    """Run modelling code that comes with the checkpoint."""
+    channels_per_head: Positive | None = None
+    """Mamba-1 only, which has channels and no heads: channels per head. By default 64."""
     _field: str = PrivateAttr("base.model")
 
     @property
@@ -59,11 +62,8 @@ def as_base(checkpoint: Checkpoint, field: str) -> Base:
 class Teacher(Checkpoint):
     """A Transformer whose attention is transplanted. Its hidden size must equal the base's."""
 
-    donors: dict[str, str] = Field(
-        {},
-        description="Teacher head for a head of the base, such as {L17H3: L17H24}. By default the same name.",
-        examples=[{"L17H3": "L17H24"}],
-    )
+    donors: dict[str, str] = Field({}, examples=[{"L17H3": "L17H24"}])
+    """Teacher head for a head of the base, such as {L17H3: L17H24}. By default the same name."""
 
     @field_validator("donors")
     @classmethod

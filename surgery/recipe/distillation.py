@@ -13,20 +13,16 @@ from surgery.types import HeadId
 class Distil(Section):
     """How `base_kl` and `distil` compare two next-token distributions."""
 
-    divergence: Literal["forward", "reverse", "jensen_shannon"] = Field(
-        "forward",
-        description="`forward`: KL(teacher || student). `reverse`: KL(student || teacher). `jensen_shannon`: mean of "
-        "the KL of both from their average.",
-    )
-    temperature: float = Field(1.0, gt=0, description="Divides both logits. The loss is multiplied by its square.")
-    top_k: Positive | None = Field(
-        None,
-        description="Compare the teacher's k most likely tokens, with all other tokens as one event. By default all "
-        "tokens are compared.",
-    )
-    cache: bool = Field(
-        False, description="Write the teacher's top_k logits to disk at first use, and read them from there later."
-    )
+    divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
+    """`forward`: KL(teacher || student). `reverse`: KL(student || teacher). `jensen_shannon`: mean of the KL of both
+    from their average."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides both logits. The loss is multiplied by its square."""
+    top_k: Positive | None = None
+    """Compare the teacher's k most likely tokens, with all other tokens as one event. By default all tokens are
+    compared."""
+    cache: bool = False
+    """Write the teacher's top_k logits to disk at first use, and read them from there later."""
 
     @model_validator(mode="after")
     def _cache_is_small(self) -> Distil:
@@ -38,22 +34,13 @@ class Distil(Section):
 class Align(Section):
     """Which heads and layers of the teacher correspond to those of the hybrid."""
 
-    heads: dict[str, str] = Field(
-        {},
-        description="Teacher head for a spliced head, such as {L17H3: L17H24}. By default the head of the same name.",
-        examples=[{"L17H3": "L17H24"}],
-    )
-    offsets: dict[str, int] = Field(
-        {},
-        description="Distance in tokens from the place that the teacher's head reads to the place that the spliced "
-        "head should read, such as {L17H3: -1} for the token before.",
-        examples=[{"L17H3": -1}],
-    )
-    layers: dict[int, int] = Field(
-        {},
-        description="Teacher layer for each layer to compare. By default all layers, matched in proportion to depth.",
-        examples=[{1: 2}],
-    )
+    heads: dict[str, str] = Field({}, examples=[{"L17H3": "L17H24"}])
+    """Teacher head for a spliced head, such as {L17H3: L17H24}. By default the head of the same name."""
+    offsets: dict[str, int] = Field({}, examples=[{"L17H3": -1}])
+    """Distance in tokens from the place that the teacher's head reads to the place that the spliced head should read,
+    such as {L17H3: -1} for the token before."""
+    layers: dict[int, int] = Field({}, examples=[{1: 2}])
+    """Teacher layer for each layer to compare. By default all layers, matched in proportion to depth."""
 
     @field_validator("heads", "offsets")
     @classmethod

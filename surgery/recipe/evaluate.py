@@ -8,9 +8,6 @@ from pydantic import Field, model_serializer, model_validator
 
 from surgery.probes.registry import PROBES, Probe
 from surgery.recipe.section import (
-    FILLER_DESCRIPTION,
-    GROUPS_DESCRIPTION,
-    VALUE_DIGITS_DESCRIPTION,
     Filler,
     Groups,
     OneOrMore,
@@ -27,14 +24,16 @@ from surgery.registry import NameOf
 class Efficiency(Section):
     """Time and memory of every arm, compared with the base and a Transformer of the same width."""
 
-    lengths: tuple[Positive, ...] = Field((128, 1024), min_length=1, description="Prompt lengths in tokens.")
-    batch_sizes: tuple[Positive, ...] = Field((1,), min_length=1, description="Prompts per batch.")
-    new_tokens: Positive = Field(16, description="Tokens to generate after each prompt.")
-    repeats: Positive = Field(5, description="Timings per model and size, interleaved. The median is reported.")
-    transformer: bool = Field(
-        True,
-        description="Also time a randomly initialised Transformer of the same width, depth and number of parameters.",
-    )
+    lengths: tuple[Positive, ...] = Field((128, 1024), min_length=1)
+    """Prompt lengths in tokens."""
+    batch_sizes: tuple[Positive, ...] = Field((1,), min_length=1)
+    """Prompts per batch."""
+    new_tokens: Positive = 16
+    """Tokens to generate after each prompt."""
+    repeats: Positive = 5
+    """Timings per model and size, interleaved. The median is reported."""
+    transformer: bool = True
+    """Also time a randomly initialised Transformer of the same width, depth and number of parameters."""
 
 
 _KEYS_OF_ARMS = ("held_out", "lm_eval", "notes")  # other entries of an arm in results.json
@@ -44,37 +43,25 @@ class EvaluationTask(Section):
     """One task of an evaluation, at one or several sizes. docs/EVALUATE.md shows each task."""
 
     task: Annotated[str, NameOf(PROBES, keep=lambda probe: probe.evaluates), Field(examples=["kv_retrieval"])]
-    pairs: PairsSizes | None = Field(
-        None,
-        examples=[[4, 8]],
-        description="Key-value pairs per prompt, or pieces for copying: a list of sizes, or one number. By default "
-        "`evaluate.pairs`.",
-    )
-    tokens: tuple[Positive, ...] = Field(
-        (512,), min_length=1, description="needle_*, variable_tracking, common_words: maximum prompt lengths in tokens."
-    )
-    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
-        (0.0, 0.25, 0.5, 0.75, 1.0),
-        min_length=1,
-        description="needle_*: depths of the needle, as shares of the text before it.",
-    )
-    needles: Annotated[int, Field(ge=2, le=16, strict=True)] = Field(
-        4, description="needle_multi_*: number of needles. common_words: number of common words."
-    )
-    hops: Annotated[int, Field(ge=2, le=20, strict=True)] = Field(
-        2,
-        description="multi_hop: lines from the question to its answer. variable_tracking: assignments from variable to "
-        "variable.",
-    )
-    groups: Groups | None = Field(None, description=GROUPS_DESCRIPTION)
-    filler: Filler | None = Field(None, description=FILLER_DESCRIPTION)
-    value_digits: ValueDigits | None = Field(None, description=VALUE_DIGITS_DESCRIPTION)
-    examples: Positive | None = Field(None, description="Prompts per size. By default `evaluate.examples`.")
-    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,99}$")] | None = Field(
-        None,
-        description="Name in results. By default the task. Set it to list a task again with another `filler`, "
-        "`value_digits`, `groups`, `hops` or `needles`.",
-    )
+    pairs: PairsSizes | None = None
+    """Key-value pairs per prompt, or pieces for copying: a list of sizes, or one number. By default
+    `evaluate.pairs`."""
+    tokens: tuple[Positive, ...] = Field((512,), min_length=1)
+    """needle_*, variable_tracking, common_words: maximum prompt lengths in tokens."""
+    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field((0.0, 0.25, 0.5, 0.75, 1.0), min_length=1)
+    """needle_*: depths of the needle, as shares of the text before it."""
+    needles: Annotated[int, Field(ge=2, le=16, strict=True)] = 4
+    """needle_multi_*: number of needles. common_words: number of common words."""
+    hops: Annotated[int, Field(ge=2, le=20, strict=True)] = 2
+    """multi_hop: lines from the question to its answer. variable_tracking: assignments from variable to variable."""
+    groups: Groups = None
+    filler: Filler = None
+    value_digits: ValueDigits = None
+    examples: Positive | None = None
+    """Prompts per size. By default `evaluate.examples`."""
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,99}$")] | None = None
+    """Name in results. By default the task. Set it to list a task again with another `filler`, `value_digits`,
+    `groups`, `hops` or `needles`."""
 
     @property
     def probe(self) -> Probe:
@@ -146,27 +133,18 @@ PAPER_TASKS = (
 class LmEval(Section):
     """Tasks of lm-eval. If the data of a task is not available, it is skipped and the results give the reason."""
 
-    tasks: OneOrMore[str] = Field(
-        PAPER_TASKS, min_length=1, description="Tasks, groups or tags. `surgery_retrieval` is a group of this toolkit."
-    )
-    limit: Positive | None = Field(
-        None, description="Maximum number of documents per task, from the first. By default all."
-    )
-    num_fewshot: Annotated[int, Field(ge=0, le=1000, strict=True)] | None = Field(
-        None, description="Few-shot examples per prompt. By default those of the task."
-    )
+    tasks: OneOrMore[str] = Field(PAPER_TASKS, min_length=1)
+    """Tasks, groups or tags. `surgery_retrieval` is a group of this toolkit."""
+    limit: Positive | None = None
+    """Maximum number of documents per task, from the first. By default all."""
+    num_fewshot: Annotated[int, Field(ge=0, le=1000, strict=True)] | None = None
+    """Few-shot examples per prompt. By default those of the task."""
     batch_size: Positive = 8
-    max_length: Positive | None = Field(
-        None,
-        description="Maximum prompt length in tokens; longer ones are cut at the start. By default the config's limit.",
-    )
-    max_seq_lengths: tuple[Positive, ...] | None = Field(
-        None,
-        min_length=1,
-        examples=[[4096, 8192]],
-        description="ruler and babilong: lengths of the prompts in tokens; for babilong, multiples of 1024. By default "
-        "4096 for ruler, and babilong's prompts without distracting text (0k).",
-    )
+    max_length: Positive | None = None
+    """Maximum prompt length in tokens; longer ones are cut at the start. By default the config's limit."""
+    max_seq_lengths: tuple[Positive, ...] | None = Field(None, min_length=1, examples=[[4096, 8192]])
+    """ruler and babilong: lengths of the prompts in tokens; for babilong, multiples of 1024. By default 4096 for ruler,
+    and babilong's prompts without distracting text (0k)."""
 
     @model_validator(mode="after")
     def _babilong_has_these_lengths(self) -> LmEval:
@@ -183,25 +161,25 @@ class LmEval(Section):
 class Evaluate(Section):
     """Evaluate every arm on the same prompts."""
 
-    pairs: PairsSizes = Field(
-        (4, 8, 16, 32, 48, 64), description="Key-value pairs per prompt: a list of sizes, or one number."
-    )
-    examples: Positive = Field(400, description="Prompts for each number of pairs, and letter-choice questions.")
-    sentences: Positive = Field(400, description="Sentences for perplexity.")
+    pairs: PairsSizes = (4, 8, 16, 32, 48, 64)
+    """Key-value pairs per prompt: a list of sizes, or one number."""
+    examples: Positive = 400
+    """Prompts for each number of pairs, and letter-choice questions."""
+    sentences: Positive = 400
+    """Sentences for perplexity."""
     batch_size: Positive = 64
-    tasks: OneOrMore[EvaluationTask] = Field(
-        DEFAULT_TASKS, min_length=1, description="Tasks to evaluate: names, or names with sizes."
-    )
+    tasks: OneOrMore[EvaluationTask] = Field(DEFAULT_TASKS, min_length=1)
+    """Tasks to evaluate: names, or names with sizes."""
     generate: Annotated[bool | OneOrMore[str], one_message("true, false, or a list of tasks")] = Field(
-        False,
-        examples=[["kv_retrieval"]],
-        description="Also generate answers, besides ranking choices: `true` for all tasks, or a list of tasks.",
+        False, examples=[["kv_retrieval"]]
     )
-    lm_eval: LmEval | None = Field(None, description="Also evaluate tasks of lm-eval.")
-    efficiency: Efficiency | None = Field(None, description="Also measure time and memory. By default not measured.")
-    read_twice: bool = Field(
-        False, description="Also evaluate base and control on prompts that contain their text twice (Just Read Twice)."
-    )
+    """Also generate answers, besides ranking choices: `true` for all tasks, or a list of tasks."""
+    lm_eval: LmEval | None = None
+    """Also evaluate tasks of lm-eval."""
+    efficiency: Efficiency | None = None
+    """Also measure time and memory. By default not measured."""
+    read_twice: bool = False
+    """Also evaluate base and control on prompts that contain their text twice (Just Read Twice)."""
 
     @model_validator(mode="after")
     def _tasks_are_known(self) -> Evaluate:

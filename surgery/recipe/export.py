@@ -18,36 +18,24 @@ LAYER_FORMATS = ("nemotron_h", "gguf")  # of hybrids with inserted layers, and o
 class Export(Section):
     """The exported folder: its format and the precision of its weights."""
 
-    format: Annotated[str, NameOf(EXPORT_FORMATS)] = Field(
-        "transformers",
-        description="A registered export format. Default: safetensors with modelling files for transformers, or "
-        "`nemotron_h` with `splice.form: block` or `pair`: safetensors of transformers' own class, without code. "
-        "`gguf` adds a file for llama.cpp to these.",
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision of the stored weights.")
-    license: str | None = Field(
-        None, description="License for the model card. Default: the license in the base model's card."
-    )
-    max_shard_size: str = Field(
-        "50GB", pattern=SHARD_SIZE, description="Larger weights are split into files of this size."
-    )
-    chat_template: str | None = Field(
-        None,
-        min_length=1,
-        description="Chat template of the exported tokenizer, for chat endpoints of servers: `plain`, which joins the "
-        "messages as text, or the path of a Jinja file. Default: the base's, if it has one.",
-    )
-    llama_cpp: str | None = Field(
-        None,
-        min_length=1,
-        description="`gguf` only: folder of llama.cpp, or its convert_hf_to_gguf.py. Default: the script on the PATH.",
-    )
-    pre_tokenizer: str | None = Field(
-        None,
-        pattern=r"^[a-z0-9][a-z0-9._-]*$",
-        description="`gguf` only: llama.cpp's name for the rule that splits text into words, such as `gpt-2`. Default: "
-        "the one that gives the same tokens. If none does, the export is refused.",
-    )
+    format: Annotated[str, NameOf(EXPORT_FORMATS)] = "transformers"
+    """A registered export format. Default: safetensors with modelling files for transformers, or `nemotron_h` with
+    `splice.form: block` or `pair`: safetensors of transformers' own class, without code. `gguf` adds a file for
+    llama.cpp to these."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the stored weights."""
+    license: str | None = None
+    """License for the model card. Default: the license in the base model's card."""
+    max_shard_size: str = Field("50GB", pattern=SHARD_SIZE)
+    """Larger weights are split into files of this size."""
+    chat_template: str | None = Field(None, min_length=1)
+    """Chat template of the exported tokenizer, for chat endpoints of servers: `plain`, which joins the messages as
+    text, or the path of a Jinja file. Default: the base's, if it has one."""
+    llama_cpp: str | None = Field(None, min_length=1)
+    """`gguf` only: folder of llama.cpp, or its convert_hf_to_gguf.py. Default: the script on the PATH."""
+    pre_tokenizer: str | None = Field(None, pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    """`gguf` only: llama.cpp's name for the rule that splits text into words, such as `gpt-2`. Default: the one that
+    gives the same tokens. If none does, the export is refused."""
 
     @model_validator(mode="after")
     def _options_of_gguf_are_used(self) -> Export:
@@ -60,17 +48,12 @@ class Export(Section):
 class Hardware(Section):
     """The machine to estimate for. Only `--dry-run` uses it."""
 
-    gpu: str | None = Field(None, description="GPU name, such as A100-80GB.")
-    count: Positive = Field(
-        1, description="Number of GPUs. Each holds the whole model and its share of a step's documents."
-    )
-    memory_gib: float | None = Field(
-        None, gt=0, le=10**6, description="Memory of one GPU, in GiB. Default: what is free on this machine."
-    )
-    tflops: float | None = Field(
-        None,
-        gt=0,
-        le=10**6,
-        description="TFLOP/s that one GPU reaches in training, to estimate the time. By default a few steps with "
-        "random weights are timed on this machine, if they are small.",
-    )
+    gpu: str | None = None
+    """GPU name, such as A100-80GB."""
+    count: Positive = 1
+    """Number of GPUs. Each holds the whole model and its share of a step's documents."""
+    memory_gib: float | None = Field(None, gt=0, le=10**6)
+    """Memory of one GPU, in GiB. Default: what is free on this machine."""
+    tflops: float | None = Field(None, gt=0, le=10**6)
+    """TFLOP/s that one GPU reaches in training, to estimate the time. By default a few steps with random weights are
+    timed on this machine, if they are small."""

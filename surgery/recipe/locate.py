@@ -34,60 +34,49 @@ LocatedTask = Annotated[str, NameOf(PROBES, keep=_locates)]
 class Search(Section):
     """Stop measuring heads that cannot be among the best."""
 
-    first: Positive = Field(
-        32, description="Prompts before the first heads are dropped. Each further round doubles the number."
-    )
-    risk: float = Field(
-        0.05, gt=0, lt=1, description="Probability of dropping one of the best heads, over the whole search."
-    )
+    first: Positive = 32
+    """Prompts before the first heads are dropped. Each further round doubles the number."""
+    risk: float = Field(0.05, gt=0, lt=1)
+    """Probability of dropping one of the best heads, over the whole search."""
 
 
 class Locate(Section):
     """Measure every head: exact ablation, roles by position, patching, and oracle reads (`sharpen`)."""
 
-    methods: OneOrMore[Method] = Field(
-        ("ablation", "query", "context", "patching", "sharpen"),
-        min_length=1,
-        description="Measurements of every head (docs/LOCATE.md). `patching` ranks heads for the default "
-        "`splice.select`. `sharpen`, the oracle read, finds the position that training supervises. [query, patching, "
-        "sharpen] needs one decode step per head and column, which suits large models on small machines.",
-    )
-    task: LocatedTask = Field(
-        "kv_retrieval", description="Probe that generates the prompts. Choose one that the base can answer."
-    )
-    pairs: OnePairs = Field(
-        24, description="Key-value pairs per prompt: one number. Choose it so that the base scores 0.6-0.95."
-    )
-    filler: Filler | None = Field(
-        None, description="Range of the number of words between a key and its value. By default no words."
-    )
-    value_digits: ValueDigits | None = Field(
-        None, description="Range of the number of digits of a prompt's values. By default integers 0-99."
-    )
-    examples: Positive = Field(128, description="Number of prompts. With `data`, the largest number of rows.")
-    data: OwnPrompts | None = Field(
-        None,
-        description="Your own prompts, with the place of each answer. A path alone has `answer_span: auto`. By default "
-        "key-value prompts are generated.",
-    )
-    generated: int = Field(
-        0, ge=0, le=10**9, strict=True, description="With `data`: number of generated prompts to measure as well."
-    )
-    batch_size: Positive = Field(32, description="Prompts per batch.")
-    where: Where = Field("everywhere", description="Tokens at which `ablation` removes a head.")
-    fill: Fill = Field(
-        "zero",
-        description="Replacement for the output of an ablated head: zeros, its mean over the prompts, or its output on "
-        "another prompt.",
-    )
-    layers: bool = Field(False, description="Also measure each layer as a whole.")
-    search: Search | None = Field(None, description="Stop measuring heads that cannot be among the best.")
-    top_k: Positive = Field(12, description="Best heads that are candidates for the second and further chosen heads.")
-    method_options: dict[str, Any] = Field(
-        {},
-        examples=[{"my_method": {"layers": 4}}],
-        description="Options of methods of plugins, by method: `{NAME: {KEY: VALUE}}`. By default those of the method.",
-    )
+    methods: OneOrMore[Method] = Field(("ablation", "query", "context", "patching", "sharpen"), min_length=1)
+    """Measurements of every head (docs/LOCATE.md). `patching` ranks heads for the default `splice.select`. `sharpen`,
+    the oracle read, finds the position that training supervises. [query, patching, sharpen] needs one decode step per
+    head and column, which suits large models on small machines."""
+    task: LocatedTask = "kv_retrieval"
+    """Probe that generates the prompts. Choose one that the base can answer."""
+    pairs: OnePairs = 24
+    """Key-value pairs per prompt: one number. Choose it so that the base scores 0.6-0.95."""
+    filler: Filler = None
+    """Range of the number of words between a key and its value. By default no words."""
+    value_digits: ValueDigits = None
+    """Range of the number of digits of a prompt's values. By default integers 0-99."""
+    examples: Positive = 128
+    """Number of prompts. With `data`, the largest number of rows."""
+    data: OwnPrompts | None = None
+    """Your own prompts, with the place of each answer. A path alone has `answer_span: auto`. By default key-value
+    prompts are generated."""
+    generated: int = Field(0, ge=0, le=10**9, strict=True)
+    """With `data`: number of generated prompts to measure as well."""
+    batch_size: Positive = 32
+    """Prompts per batch."""
+    where: Where = "everywhere"
+    """Tokens at which `ablation` removes a head."""
+    fill: Fill = "zero"
+    """Replacement for the output of an ablated head: zeros, its mean over the prompts, or its output on another
+    prompt."""
+    layers: bool = False
+    """Also measure each layer as a whole."""
+    search: Search | None = None
+    """Stop measuring heads that cannot be among the best."""
+    top_k: Positive = 12
+    """Best heads that are candidates for the second and further chosen heads."""
+    method_options: dict[str, Any] = Field({}, examples=[{"my_method": {"layers": 4}}])
+    """Options of methods of plugins, by method: `{NAME: {KEY: VALUE}}`. By default those of the method."""
 
     @field_validator("methods")
     @classmethod

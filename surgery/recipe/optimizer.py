@@ -41,35 +41,29 @@ def rates(parameters: int) -> tuple[float, float]:
 class Optimizer(Section):
     """AdamW with separate learning rates for the spliced heads, for adapters, and for the base's weights."""
 
-    lr: Rate | None = Field(
-        None,
-        description="Learning rate of the base's weights. By default a rate for the base's size: 2e-3 up to 0.56 "
-        "million weights, 2e-4 at 130 million, 1e-4 from 2.7 billion on, interpolated in the logarithm of the size.",
-    )
-    new_heads_lr: Rate | None = Field(
-        None,
-        description="Learning rate of the spliced heads. By default a rate for the base's size: 6e-3 up to 0.56 "
-        "million weights, 2e-3 from 130 million on.",
-    )
-    lr_factor: Factor = Field(1.0, description="Multiplies the default of `lr`. No effect if `lr` is set.")
-    new_heads_lr_factor: Factor = Field(
-        1.0, description="Multiplies the default of `new_heads_lr`. No effect if `new_heads_lr` is set."
-    )
-    lora_lr: Rate | None = Field(None, description="Learning rate of LoRA adapters. By default `new_heads_lr`.")
+    lr: Rate | None = None
+    """Learning rate of the base's weights. By default a rate for the base's size: 2e-3 up to 0.56 million weights, 2e-4
+    at 130 million, 1e-4 from 2.7 billion on, interpolated in the logarithm of the size."""
+    new_heads_lr: Rate | None = None
+    """Learning rate of the spliced heads. By default a rate for the base's size: 6e-3 up to 0.56 million weights, 2e-3
+    from 130 million on."""
+    lr_factor: Factor = 1.0
+    """Multiplies the default of `lr`. No effect if `lr` is set."""
+    new_heads_lr_factor: Factor = 1.0
+    """Multiplies the default of `new_heads_lr`. No effect if `new_heads_lr` is set."""
+    lora_lr: Rate | None = None
+    """Learning rate of LoRA adapters. By default `new_heads_lr`."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: Weight = 0.0
-    warmup: int = Field(20, ge=0, le=10**9, description="Steps of linear warm-up.")
-    schedule: Literal["cosine", "wsd", "constant"] = Field(
-        "cosine",
-        description="Learning rate after the warm-up. `cosine`: decay to `floor`. `wsd`: constant, then linear decay "
-        "to `floor`. `constant`: no decay.",
-    )
-    decay: Share = Field(
-        0.1,
-        description="wsd: share of the steps, at the end, in which the rate decays. The decay never begins before the "
-        "warm-up ends.",
-    )
-    floor: Share = Field(0.0, description="Final learning rate, as a share of the rate after the warm-up.")
+    warmup: int = Field(20, ge=0, le=10**9)
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning rate after the warm-up. `cosine`: decay to `floor`. `wsd`: constant, then linear decay to `floor`.
+    `constant`: no decay."""
+    decay: Share = 0.1
+    """wsd: share of the steps, at the end, in which the rate decays. The decay never begins before the warm-up ends."""
+    floor: Share = 0.0
+    """Final learning rate, as a share of the rate after the warm-up."""
     max_grad_norm: float = Field(1.0, gt=0)
 
     def at_size(self, parameters: int) -> Optimizer:

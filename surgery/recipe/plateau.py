@@ -15,23 +15,17 @@ class Plateau(Section):
     Every `window` steps, the mean loss of these steps is compared with the lowest mean so far.
     """
 
-    monitor: str = Field(
-        "loss", description="Loss to compare: the weighted sum of all objectives, or the name of one objective."
-    )
-    window: Positive = Field(25, description="Steps of a mean.")
-    threshold: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.05, description="A mean is an improvement if it is lower than the lowest one by more than this share of it."
-    )
-    patience: Positive = Field(
-        3,
-        description="Number of means in a row without an improvement that make a plateau. Counted from the first "
-        "improvement, so a loss that has not fallen yet is not at a plateau.",
-    )
-    min_steps: Positive | None = Field(
-        None,
-        description="Steps before which the stage is not at a plateau. By default half of `steps`. The warm-up always "
-        "ends first.",
-    )
+    monitor: str = "loss"
+    """Loss to compare: the weighted sum of all objectives, or the name of one objective."""
+    window: Positive = 25
+    """Steps of a mean."""
+    threshold: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """A mean is an improvement if it is lower than the lowest one by more than this share of it."""
+    patience: Positive = 3
+    """Number of means in a row without an improvement that make a plateau. Counted from the first improvement, so a
+    loss that has not fallen yet is not at a plateau."""
+    min_steps: Positive | None = None
+    """Steps before which the stage is not at a plateau. By default half of `steps`. The warm-up always ends first."""
 
     def least(self, steps: int, warmup: int) -> int:
         """First step that `min_steps` and the warm-up allow, in a stage of at most `steps` steps."""

@@ -35,7 +35,8 @@ class TinyMamba2(Section):
     n_groups: Positive = 1
     chunk_size: Positive = 32
     time_step: TimeStep = (0.05, 0.5)
-    decay: PositiveRange = Field((0.02, 1.0), description="Initial -A of the first and the last head (log-spaced).")
+    decay: PositiveRange = (0.02, 1.0)
+    """Initial -A of the first and the last head (log-spaced)."""
     vocab_size: VocabSize = 1024
 
     @model_validator(mode="after")
@@ -57,11 +58,9 @@ class TinyTransformer(Section):
     num_key_value_heads: Positive = 4
     intermediate_size: Positive = 256
     initializer_range: float = Field(0.02, gt=0)
-    looks_back: tuple[Positive, ...] = Field(
-        (),
-        description="Initialise heads of the first layer to read the token this many positions back, one number per "
-        "head, as the short convolution of a Mamba does. Adds biases to the projections.",
-    )
+    looks_back: tuple[Positive, ...] = ()
+    """Initialise heads of the first layer to read the token this many positions back, one number per head, as the short
+    convolution of a Mamba does. Adds biases to the projections."""
     vocab_size: VocabSize = 1024
 
     @model_validator(mode="after")
@@ -95,10 +94,8 @@ class PretrainRecipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
     seed: Seed = 0
     model: TinyModel = TinyMamba2()
-    tokenizer_text: str | None = Field(
-        None,
-        description="UTF-8 text file to train the tokenizer on, besides generated text. For `data` with real text.",
-    )
+    tokenizer_text: str | None = None
+    """UTF-8 text file to train the tokenizer on, besides generated text. For `data` with real text."""
     train: Train
     evaluate: Evaluate = Evaluate()
     plugins: Plugins = ()

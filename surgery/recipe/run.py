@@ -27,16 +27,16 @@ _LAYER_BY_LAYER = frozenset({"model.full_attention", "model.hidden_states", "tea
 class Recipe(Section):
     """Settings of a run: turn a pretrained model into an exported hybrid, or train a hybrid further."""
 
-    name: str = Field(pattern=RECIPE_NAME, description="Names the run folder, runs/NAME.")
+    name: str = Field(pattern=RECIPE_NAME)
+    """Names the run folder, runs/NAME."""
     seed: Seed = 0
     base: Base
     locate: Locate = Locate()
-    splice: Splice | None = Field(Splice(), description="Heads to splice. null if the base is a hybrid already.")
-    control: Checkpoint | None = Field(
-        None,
-        description="With `splice: null`: a model without a splice to train the same way, such as the hybrid's base. "
-        "By default no control is trained.",
-    )
+    splice: Splice | None = Splice()
+    """Heads to splice. null if the base is a hybrid already."""
+    control: Checkpoint | None = None
+    """With `splice: null`: a model without a splice to train the same way, such as the hybrid's base. By default no
+    control is trained."""
     train: Train = Field(default_factory=Train)
     evaluate: Evaluate = Evaluate()
     export: Export = Export()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from textwrap import dedent
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import (
@@ -27,43 +31,17 @@ Pairs = Annotated[int, Field(ge=2, le=100, strict=True, description="Values are 
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 
 
-def _ordered(value: tuple[int, int]) -> tuple[int, int]:
-    if value[0] > value[1]:
-        raise ValueError("the range is [low, high], with low <= high")
-    return value
-
-
-def _one_number(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        raise ValueError(
-            "Use one number, such as 12. A source takes a range [low, high], an evaluation a list of sizes"
-        )
-    return value
-
-
-def _as_range(value: Any) -> Any:
-    if isinstance(value, list | tuple) and len(value) != 2:
-        raise ValueError("Use one number, or a range [low, high]. Each step draws one number from the range")
-    return (value, value) if _is_number(value) else value
-
-
-def _as_sizes(value: Any) -> Any:
-    return (value,) if _is_number(value) else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _in_a_list(value: Any) -> Any:
-    return (value,) if isinstance(value, str | Mapping) else value
-
-
 class _OneAlone:
-    """Annotation of a list that may be written as its only entry."""
+    """Annotation of a list that may be written as its only entry, if that is of one of these classes."""
+
+    def __init__(self, *kinds: type) -> None:
+        self.kinds = kinds
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(_in_a_list, handler(source))
+        def in_a_list(value: Any) -> Any:
+            return (value,) if isinstance(value, self.kinds) and not isinstance(value, bool) else value
+
+        return core_schema.no_info_before_validator_function(in_a_list, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         several = handler(schema)
@@ -82,34 +60,24 @@ def one_message(kinds: str) -> WrapValidator:
     return WrapValidator(checked)
 
 
-T = TypeVar("T")
-OneOrMore = Annotated[tuple[T, ...], _OneAlone()]  # a list of names or of sections, or one of them
+def _one_number(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        raise ValueError(
+            "Use one number, such as 12. A source takes a range [low, high], an evaluation a list of sizes"
+        )
+    return value
 
-# `pairs` means one number in `locate`, a range in a source, and a list of sizes in `evaluate`. All accept one number.
-OnePairs = Annotated[Pairs, BeforeValidator(_one_number)]
-PairsRange = Annotated[
-    tuple[Pairs, Pairs],
-    AfterValidator(_ordered),
-    BeforeValidator(_as_range, json_schema_input_type=Pairs | tuple[Pairs, Pairs]),
-]
-PairsSizes = Annotated[
-    tuple[Pairs, ...],
-    Field(min_length=1),
-    BeforeValidator(_as_sizes, json_schema_input_type=Pairs | Annotated[tuple[Pairs, ...], Field(examples=[[4, 8]])]),
-]
-_Words = Annotated[int, Field(ge=0, le=100, strict=True)]
-_Digits = Annotated[int, Field(ge=1, le=16, strict=True)]
-Filler = Annotated[tuple[_Words, _Words], AfterValidator(_ordered), Field(examples=[[0, 20]])]
-ValueDigits = Annotated[tuple[_Digits, _Digits], AfterValidator(_ordered), Field(examples=[[2, 6]])]
-FILLER_DESCRIPTION = (
-    "kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo, kv_repeated: range of the number of words between "
-    "a key and its value, drawn for each record. By default no words."
-)
-VALUE_DIGITS_DESCRIPTION = (
-    "kv_retrieval, phonebook, json_kv, records, key_echo, kv_repeated: range of the number of digits of a value, drawn "
-    "for each document. By default integers 0-99 for kv_retrieval, key_echo and kv_repeated, two digits for records, "
-    "ten for phonebook, a string as long as the keys for json_kv."
-)
+
+def _as_range(value: Any) -> Any:
+    if isinstance(value, list | tuple) and len(value) != 2:
+        raise ValueError("Use one number, or a range [low, high]. Each step draws one number from the range")
+    return (value, value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _ordered(value: tuple[int, int]) -> tuple[int, int]:
+    if value[0] > value[1]:
+        raise ValueError("the range is [low, high], with low <= high")
+    return value
 
 
 def _long_enough(groups: tuple[int, ...]) -> tuple[int, ...]:
@@ -118,10 +86,45 @@ def _long_enough(groups: tuple[int, ...]) -> tuple[int, ...]:
     return groups
 
 
-Groups = Annotated[tuple[Positive, ...], Field(min_length=1, examples=[[4]]), AfterValidator(_long_enough)]
-GROUPS_DESCRIPTION = (
-    "json_kv: digits in each group of a key and of a value, such as [4] for short ones. By default those of a UUID."
-)
+T = TypeVar("T")
+OneOrMore = Annotated[tuple[T, ...], _OneAlone(str, Mapping)]  # of names or of sections
+
+# `pairs` means one number in `locate`, a range in a source, and a list of sizes in `evaluate`. All accept one number.
+OnePairs = Annotated[Pairs, BeforeValidator(_one_number)]
+PairsRange = Annotated[
+    tuple[Pairs, Pairs],
+    AfterValidator(_ordered),
+    BeforeValidator(_as_range, json_schema_input_type=Pairs | tuple[Pairs, Pairs]),
+]
+PairsSizes = Annotated[tuple[Pairs, ...], Field(min_length=1, examples=[[4, 8]]), _OneAlone(int)]
+
+_Words = Annotated[int, Field(ge=0, le=100, strict=True)]
+_Digits = Annotated[int, Field(ge=1, le=16, strict=True)]
+Filler = Annotated[
+    Annotated[tuple[_Words, _Words], AfterValidator(_ordered)] | None,
+    Field(
+        examples=[[0, 20]],
+        description="kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo, kv_repeated: range of the number "
+        "of words between a key and its value, drawn for each record. By default no words.",
+    ),
+]
+ValueDigits = Annotated[
+    Annotated[tuple[_Digits, _Digits], AfterValidator(_ordered)] | None,
+    Field(
+        examples=[[2, 6]],
+        description="kv_retrieval, phonebook, json_kv, records, key_echo, kv_repeated: range of the number of digits "
+        "of a value, drawn for each document. By default integers 0-99 for kv_retrieval, key_echo and kv_repeated, two "
+        "digits for records, ten for phonebook, a string as long as the keys for json_kv.",
+    ),
+]
+Groups = Annotated[
+    Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(_long_enough)] | None,
+    Field(
+        examples=[[4]],
+        description="json_kv: digits in each group of a key and of a value, such as [4] for short ones. By default "
+        "those of a UUID.",
+    ),
+]
 
 
 def check_value_digits(pairs: int, digits: tuple[int, int] | None) -> None:
@@ -144,9 +147,32 @@ Plugins = Annotated[
 
 
 class Section(BaseModel):
-    """A part of a recipe. Frozen; unknown keys are refused."""
+    """A part of a recipe. Frozen; unknown keys are refused. The text under a field is its description in the schema."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described).get("properties", {})
+        for section in (kind for kind in reversed(cls.__mro__) if issubclass(kind, Section)):
+            for name, text in _texts_under_fields(section).items():
+                properties[name]["description"] = text
+        return described
+
+
+def _texts_under_fields(section: type[Section]) -> dict[str, str]:
+    """As `use_attribute_docstrings` of pydantic, which would read the source of every section at every start."""
+    try:
+        (body,) = ast.parse(dedent(inspect.getsource(section))).body
+    except OSError:  # typed at a prompt
+        return {}
+    texts = {}
+    for field, text in pairwise(getattr(body, "body", ())):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(description))):
+                texts[name] = " ".join(description.split())
+    return texts
 
 
 def section_of(section: type[Section] | None, key: Any) -> type[Section] | None:

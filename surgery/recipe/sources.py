@@ -14,9 +14,6 @@ from pydantic_core import CoreSchema
 from surgery.probes.registry import PROBES, Probe
 from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.recipe.section import (
-    FILLER_DESCRIPTION,
-    GROUPS_DESCRIPTION,
-    VALUE_DIGITS_DESCRIPTION,
     Filler,
     Groups,
     PairsRange,
@@ -84,23 +81,18 @@ class Weights(Section):
 class Columns(Section):
     """Columns to read: `text`, `messages`, or `prompt` and `answer`."""
 
-    prompt: str = Field("prompt", description="Column of the prompt, including spaces and newlines before the answer.")
-    answer: str = Field(
-        "answer", description="Column of the answer. The objective `answer` trains on these tokens only."
-    )
-    answer_span: str | None = Field(
-        None,
-        description="Column of the answer's place in the prompt, [start, end) in characters. Spliced heads are trained "
-        "to attend to it. `auto`: use the column `answer_span` of rows that have it. In other rows, find the place "
-        "where the answer occurs exactly once. Rows without such a place train without attention supervision.",
-    )
-    text: str | None = Field(
-        None, description="Column of plain text, for `lm`, `base_kl` and `distil`. Replaces `prompt` and `answer`."
-    )
-    messages: str | None = Field(
-        None,
-        description="Column of a chat whose last message is the answer. Requires a tokenizer with a chat template.",
-    )
+    prompt: str = "prompt"
+    """Column of the prompt, including spaces and newlines before the answer."""
+    answer: str = "answer"
+    """Column of the answer. The objective `answer` trains on these tokens only."""
+    answer_span: str | None = None
+    """Column of the answer's place in the prompt, [start, end) in characters. Spliced heads are trained to attend to
+    it. `auto`: use the column `answer_span` of rows that have it. In other rows, find the place where the answer occurs
+    exactly once. Rows without such a place train without attention supervision."""
+    text: str | None = None
+    """Column of plain text, for `lm`, `base_kl` and `distil`. Replaces `prompt` and `answer`."""
+    messages: str | None = None
+    """Column of a chat whose last message is the answer. Requires a tokenizer with a chat template."""
 
     @property
     def finds_spans(self) -> bool:
@@ -122,25 +114,27 @@ class Columns(Section):
 class Data(Section):
     """The user's own documents."""
 
-    path: str = Field(description="JSONL or Parquet file, a folder of such files, or the id of a data set on the Hub.")
-    name: str | None = Field(None, description="Configuration of a Hub data set.")
-    split: str = Field("train", description="Split of a Hub data set, or of a folder with several splits.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub data set.")
+    path: str
+    """JSONL or Parquet file, a folder of such files, or the id of a data set on the Hub."""
+    name: str | None = None
+    """Configuration of a Hub data set."""
+    split: str = "train"
+    """Split of a Hub data set, or of a folder with several splits."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub data set."""
     columns: Columns = Columns()
-    chat_template: bool = Field(
-        False, description="Format prompt and answer as a user's and an assistant's message by the chat template."
-    )
-    end: bool = Field(True, description="Append the end-of-text token to every answer and text, and train on it.")
-    streaming: bool = Field(
-        False, description="Read the data during training, shuffled within a buffer, instead of before training."
-    )
-    buffer: Positive = Field(1000, description="Rows in the shuffle buffer. Used with `streaming`.")
-    on_bad_row: Literal["error", "skip"] = Field(
-        "error", description="Stop at a row that cannot be used, or skip and count it."
-    )
-    holdout: float = Field(
-        0.0, ge=0, lt=1, description="Share of the prompts to hold out from training. The evaluation uses them."
-    )
+    chat_template: bool = False
+    """Format prompt and answer as a user's and an assistant's message by the chat template."""
+    end: bool = True
+    """Append the end-of-text token to every answer and text, and train on it."""
+    streaming: bool = False
+    """Read the data during training, shuffled within a buffer, instead of before training."""
+    buffer: Positive = 1000
+    """Rows in the shuffle buffer. Used with `streaming`."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Stop at a row that cannot be used, or skip and count it."""
+    holdout: float = Field(0.0, ge=0, lt=1)
+    """Share of the prompts to hold out from training. The evaluation uses them."""
 
     @property
     def is_on_hub(self) -> bool:
@@ -180,56 +174,39 @@ class Data(Section):
 class Source(Section):
     """Documents that one task or one data set contributes to every step. The mixture follows from the sizes."""
 
-    task: Task | None = Field(
-        None,
-        examples=["kv_retrieval"],
-        description="Probe that generates the documents. Set this, `data` or `base_text`.",
-    )
-    data: Data | None = Field(None, description="The user's own documents.")
-    base_text: Positive | None = Field(
-        None,
-        examples=[64],
-        description="Number of texts of `max_tokens` tokens that the base writes before training, sampled at "
-        "temperature 1. With `base_kl` the hybrid keeps what the base predicts on text of its own kind.",
-    )
+    task: Task | None = Field(None, examples=["kv_retrieval"])
+    """Probe that generates the documents. Set this, `data` or `base_text`."""
+    data: Data | None = None
+    """The user's own documents."""
+    base_text: Positive | None = Field(None, examples=[64])
+    """Number of texts of `max_tokens` tokens that the base writes before training, sampled at temperature 1. With
+    `base_kl` the hybrid keeps what the base predicts on text of its own kind."""
     rows: Positive | None = Field(
         None, description=f"Documents per step, over all processes. {DEFAULT_ROWS} if neither this nor `tokens` is set."
     )
-    tokens: Positive | None = Field(
-        None, description="Maximum number of tokens per step. As many documents are taken as fit, at least one."
-    )
-    max_tokens: Positive | None = Field(
-        None,
-        description="data: maximum tokens of a document. Longer texts are cut into pieces; a longer prompt is a bad "
-        "row. base_text: tokens of a text. needle_*: maximum tokens up to the end of the last answer.",
-    )
-    pairs: PairsRange = Field(
-        (2, 16),
-        description="Range [low, high] from which each step draws one number, or one number: lines for kv_retrieval, "
-        "phonebook, json_kv, mqar, multi_hop, records, key_echo and kv_repeated; hidden numbers for needle_multi_*; "
-        "pieces for copying.",
-    )
-    questions: Positive = Field(
-        1, description="kv_retrieval, phonebook, json_kv, mqar, records: maximum number of questions per document."
-    )
-    groups: Groups | None = Field(None, description=GROUPS_DESCRIPTION)
-    filler: Filler | None = Field(None, description=FILLER_DESCRIPTION)
-    value_digits: ValueDigits | None = Field(None, description=VALUE_DIGITS_DESCRIPTION)
-    train_eos: bool = Field(
-        False, description="Also train on the newline after each answer of a task, so that generation stops there."
-    )
-    split: Literal[0, 1] | None = Field(
-        None,
-        description="closed_book, statement, letter_choice, option_text, sentence: use this half only. By default "
-        "both. `closed_book` evaluates half 1, so train on 0; otherwise reports mark it as seen in training. "
-        "`option_text` evaluates both halves, and is marked with either.",
-    )
-    weights: Weights = Field(
-        Weights(),
-        examples=[{"answer": 1.0}],
-        description="Weight of each objective. By default {answer: 2.0, attention: 1.0} for a task whose answers stand "
-        "in the prompt. Other sources have to set it.",
-    )
+    tokens: Positive | None = None
+    """Maximum number of tokens per step. As many documents are taken as fit, at least one."""
+    max_tokens: Positive | None = None
+    """data: maximum tokens of a document. Longer texts are cut into pieces; a longer prompt is a bad row. base_text:
+    tokens of a text. needle_*: maximum tokens up to the end of the last answer."""
+    pairs: PairsRange = (2, 16)
+    """Range [low, high] from which each step draws one number, or one number: lines for kv_retrieval, phonebook,
+    json_kv, mqar, multi_hop, records, key_echo and kv_repeated; hidden numbers for needle_multi_*; pieces for
+    copying."""
+    questions: Positive = 1
+    """kv_retrieval, phonebook, json_kv, mqar, records: maximum number of questions per document."""
+    groups: Groups = None
+    filler: Filler = None
+    value_digits: ValueDigits = None
+    train_eos: bool = False
+    """Also train on the newline after each answer of a task, so that generation stops there."""
+    split: Literal[0, 1] | None = None
+    """closed_book, statement, letter_choice, option_text, sentence: use this half only. By default both. `closed_book`
+    evaluates half 1, so train on 0; otherwise reports mark it as seen in training. `option_text` evaluates both halves,
+    and is marked with either."""
+    weights: Weights = Field(Weights(), examples=[{"answer": 1.0}])
+    """Weight of each objective. By default {answer: 2.0, attention: 1.0} for a task whose answers stand in the prompt.
+    Other sources have to set it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -38,85 +38,54 @@ _BRANCHES = _Branches("attention branch")
 class Splice(Section):
     """Heads to splice, and the attention that they get."""
 
-    select: Select = Field(
-        "patching",
-        description="How to choose heads: a ranking of a locating method, `list` (the heads in `heads`), or a control: "
-        "`random`, `uniform` (evenly spaced). `patching` ranks by the margin lost when the head's output at the query "
-        "is that for another answer, and needs `patching` in `locate.methods`.",
-    )
-    num_heads: Positive = Field(1, description="Number of heads to splice.")
-    heads: OneOrMore[str] = Field(
-        (), description="With `select: list`: names of the heads, such as L1H2.", examples=[["L1H2"]]
-    )
-    mode: Mode = Field(
-        "add",
-        description="`add`: add attention to the SSM head. `replace`: use attention instead of the SSM head, which is "
-        "silenced.",
-    )
-    output: Literal["zero", "copy"] = Field(
-        "zero",
-        description="With `mode: add`: what the new heads add before training. `zero`: nothing. `copy`: what they "
-        "read, through the output projection of the copied head, so that one which learns where to read answers at "
-        "once. Needs `init: ssm`.",
-    )
-    init: Annotated[str, NameOf(_BRANCHES)] = Field(
-        "ssm",
-        description="Attention branch. `ssm`: copy the head's C, B, x and gate. `teacher`: copy a Transformer's "
-        "attention. `random`: random weights, as a control. With `form: pair`, `ssm` copies C and B of the layer that "
-        "follows into the Gather layer.",
-    )
-    unit: Unit = Field(
-        "head", description="`layer`: replace the whole mixer of each chosen head by the teacher's attention (Llamba)."
-    )
-    with_block: bool = Field(
-        False,
-        description="With `unit: layer`: also copy the teacher's norms and MLP of that layer. The norms keep the "
-        "base's epsilon.",
-    )
-    teacher: Teacher | None = Field(None, description="With `init: teacher`: Transformer whose attention is copied.")
-    random_width: Positive = Field(32, description="With `init: random`: width of query and key.")
-    min_width: Positive | None = Field(
-        64,
-        description="With `init: ssm`: smallest width of query and key. The copies are as wide as the SSM state. Where "
-        "the state is smaller than `min_width`, new channels are added, which start without effect on the attention. "
-        "`null` adds no channels. Other branches have no `min_width`.",
-    )
-    state_size: Positive | None = Field(
-        None,
-        description="Cut the SSM state of every layer to this many channels before training: less memory per sequence. "
-        "Keeps the channels of B and C that contribute most to the answers of located prompts. The control is cut the "
-        "same way. By default the state is not cut.",
-    )
-    form: Form = Field(
-        "head",
-        description="Where the attention goes. `head`: into the mixers of the chosen heads. `block`: into new blocks, "
-        "each `h + attention(norm(h))` without a position code, inserted between layers. `pair`: a new Mamba-2 layer, "
-        "which begins as a delay line of the tokens before, followed by such a block. `block` and `pair` need a plain "
-        "Mamba-2 or a Nemotron-H. Their export is a Nemotron-H of transformers itself.",
-    )
-    before: int | None = Field(
-        None,
-        ge=0,
-        le=10**9,
-        strict=True,
-        description="With `form: block` or `pair`: layer of the base before which to insert. By default the layer of "
-        "the chosen heads.",
-    )
-    head_dim: Positive | None = Field(
-        None,
-        description="With `form: block` or `pair`: width of query, key and value of an attention head. By default 64. "
-        "If the base has attention, it is that width. vLLM takes 32, 64, 80, 96, 112 or 128, for "
-        "example, and not every width.",
-    )
-    side_channels: int | None = Field(
-        None,
-        ge=0,
-        le=10**6,
-        strict=True,
-        description="With `form: pair`: channels added to the residual stream for each pair, by default 64, or 128 "
-        "with `init: ssm`. The new Mamba-2 layer writes to them alone and the base does not read them, so the base "
-        "works as before. With 0 it writes to the base's own channels.",
-    )
+    select: Select = "patching"
+    """How to choose heads: a ranking of a locating method, `list` (the heads in `heads`), or a control: `random`,
+    `uniform` (evenly spaced). `patching` ranks by the margin lost when the head's output at the query is that for
+    another answer, and needs `patching` in `locate.methods`."""
+    num_heads: Positive = 1
+    """Number of heads to splice."""
+    heads: OneOrMore[str] = Field((), examples=[["L1H2"]])
+    """With `select: list`: names of the heads, such as L1H2."""
+    mode: Mode = "add"
+    """`add`: add attention to the SSM head. `replace`: use attention instead of the SSM head, which is silenced."""
+    output: Literal["zero", "copy"] = "zero"
+    """With `mode: add`: what the new heads add before training. `zero`: nothing. `copy`: what they read, through the
+    output projection of the copied head, so that one which learns where to read answers at once. Needs `init: ssm`."""
+    init: Annotated[str, NameOf(_BRANCHES)] = "ssm"
+    """Attention branch. `ssm`: copy the head's C, B, x and gate. `teacher`: copy a Transformer's attention. `random`:
+    random weights, as a control. With `form: pair`, `ssm` copies C and B of the layer that follows into the Gather
+    layer."""
+    unit: Unit = "head"
+    """`layer`: replace the whole mixer of each chosen head by the teacher's attention (Llamba)."""
+    with_block: bool = False
+    """With `unit: layer`: also copy the teacher's norms and MLP of that layer. The norms keep the base's epsilon."""
+    teacher: Teacher | None = None
+    """With `init: teacher`: Transformer whose attention is copied."""
+    random_width: Positive = 32
+    """With `init: random`: width of query and key."""
+    min_width: Positive | None = 64
+    """With `init: ssm`: smallest width of query and key. The copies are as wide as the SSM state. Where the state is
+    smaller than `min_width`, new channels are added, which start without effect on the attention. `null` adds no
+    channels. Other branches have no `min_width`."""
+    state_size: Positive | None = None
+    """Cut the SSM state of every layer to this many channels before training: less memory per sequence. Keeps the
+    channels of B and C that contribute most to the answers of located prompts. The control is cut the same way. By
+    default the state is not cut."""
+    form: Form = "head"
+    """Where the attention goes. `head`: into the mixers of the chosen heads. `block`: into new blocks, each `h +
+    attention(norm(h))` without a position code, inserted between layers. `pair`: a new Mamba-2 layer, which begins as a
+    delay line of the tokens before, followed by such a block. `block` and `pair` need a plain Mamba-2 or a Nemotron-H.
+    Their export is a Nemotron-H of transformers itself."""
+    before: int | None = Field(None, ge=0, le=10**9, strict=True)
+    """With `form: block` or `pair`: layer of the base before which to insert. By default the layer of the chosen
+    heads."""
+    head_dim: Positive | None = None
+    """With `form: block` or `pair`: width of query, key and value of an attention head. By default 64. If the base has
+    attention, it is that width. vLLM takes 32, 64, 80, 96, 112 or 128, for example, and not every width."""
+    side_channels: int | None = Field(None, ge=0, le=10**6, strict=True)
+    """With `form: pair`: channels added to the residual stream for each pair, by default 64, or 128 with `init: ssm`.
+    The new Mamba-2 layer writes to them alone and the base does not read them, so the base works as before. With 0 it
+    writes to the base's own channels."""
 
     @model_validator(mode="before")
     @classmethod

@@ -28,14 +28,11 @@ class Lora(Section):
     rank: Positive = 8
     alpha: Positive = 16
     dropout: float = Field(0.0, ge=0, lt=1)
-    targets: OneOrMore[str] = Field(
-        ("in_proj", "out_proj"), min_length=1, description="Names of the linear layers that get an adapter."
-    )
-    quantization: Literal["nf4"] | None = Field(
-        None,
-        description="QLoRA: hold the frozen linear layers in 4 bits while the stage trains, with bitsandbytes. "
-        "Adapters are merged into the unquantized weights.",
-    )
+    targets: OneOrMore[str] = Field(("in_proj", "out_proj"), min_length=1)
+    """Names of the linear layers that get an adapter."""
+    quantization: Literal["nf4"] | None = None
+    """QLoRA: hold the frozen linear layers in 4 bits while the stage trains, with bitsandbytes. Adapters are merged
+    into the unquantized weights."""
 
 
 # Sources of a recipe that lists none.
@@ -56,30 +53,20 @@ class TrainStage(Section):
     """One stage of training: its length, data, objectives, trainable weights and optimizer."""
 
     name: str = Field("finetune", pattern=STAGE_NAME)
-    steps: Positive | None = Field(
-        None,
-        description="Number of steps; with `plateau`, the largest. 300 if neither this nor `tokens` is set.",
-        examples=[300],
-    )
-    tokens: Tokens | None = Field(
-        None, description="Total number of tokens, instead of `steps`. Every source must then set `tokens`."
-    )
-    plateau: Plateau | None = Field(
-        None,
-        description="End before the last step, at a plateau of the loss. With `wsd` the rate then decays, for the "
-        "share `decay` of all trained steps; with `constant` training ends. By default all steps are trained.",
-    )
-    trainable: Trainable = Field(
-        "all",
-        description="Weights to train: all, the spliced heads, their queries and keys alone (`reads`, with objectives "
-        "on attention: each layer for itself, and no layer above the last head runs), the layers with spliced heads, "
-        "or (`lora`) the spliced heads and adapters on the rest.",
-    )
-    sources: tuple[Source, ...] = Field(
-        (),
-        description="Documents of each step. By default kv_retrieval with `answer` and `attention`, and sentences with "
-        "`base_kl`; with `stages`, each stage sets its own.",
-    )
+    steps: Positive | None = Field(None, examples=[300])
+    """Number of steps; with `plateau`, the largest. 300 if neither this nor `tokens` is set."""
+    tokens: Tokens | None = None
+    """Total number of tokens, instead of `steps`. Every source must then set `tokens`."""
+    plateau: Plateau | None = None
+    """End before the last step, at a plateau of the loss. With `wsd` the rate then decays, for the share `decay` of all
+    trained steps; with `constant` training ends. By default all steps are trained."""
+    trainable: Trainable = "all"
+    """Weights to train: all, the spliced heads, their queries and keys alone (`reads`, with objectives on attention:
+    each layer for itself, and no layer above the last head runs), the layers with spliced heads, or (`lora`) the
+    spliced heads and adapters on the rest."""
+    sources: tuple[Source, ...] = ()
+    """Documents of each step. By default kv_retrieval with `answer` and `attention`, and sentences with `base_kl`; with
+    `stages`, each stage sets its own."""
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
     distil: Distil = Distil()
@@ -217,59 +204,40 @@ def _reading(source: Source) -> Source:
 class Train(TrainStage):
     """Brief training in one stage, or in several `stages`. The gradients of a step's sources are summed."""
 
-    stages: tuple[TrainStage, ...] = Field(
-        (),
-        description="Several stages instead of one, such as align, distil, finetune.",
-        examples=[[{"name": "finetune", "sources": [{"task": "kv_retrieval"}]}]],
-    )
+    stages: tuple[TrainStage, ...] = Field((), examples=[[{"name": "finetune", "sources": [{"task": "kv_retrieval"}]}]])
+    """Several stages instead of one, such as align, distil, finetune."""
     read_steps: Positive | None = Field(
         None,
         description="Steps of a stage `read` before: `trainable: reads` on the attention of the same sources. A task "
         f"asks as many questions as the lower end of its `pairs`, up to {MAX_QUESTIONS}. By default there is none.",
         examples=[300],
     )
-    teacher: Checkpoint | None = Field(
-        None, description="Model with the same tokenizer, for the objectives that compare with a teacher."
-    )
-    precision: Precision = Field(
-        "fp32",
-        description="bf16: compute matrix products in bf16, as is always done for a base in half precision. Trained "
-        "weights stay in fp32, and so do A_log, dt_bias and D.",
-    )
-    micro_batch: Positive | None = Field(
-        None,
-        description="Documents per forward pass and process. By default all whose objectives need the same models. "
-        "Does not change the gradient.",
-    )
-    packing: bool | None = Field(
-        None,
-        description="Put several documents into one row, without attention or state between them, where the model "
-        "supports it. By default on a GPU. Does not change the gradient.",
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, more time."
-    )
-    compile: bool = Field(False, description="Compile the model with torch.compile.")
-    workers: int | None = Field(
-        None,
-        ge=0,
-        le=256,
-        strict=True,
-        description="Processes that prepare the documents of the next steps; 0 prepares each when it is needed. By "
-        "default none on a CPU, and on a GPU the free cores less one, at most 8. Does not change the weights.",
-    )
-    save_every: Positive = Field(
-        50, description="Steps between checkpoints to resume from. One process also saves after five minutes."
-    )
-    check_every: Positive | None = Field(
-        None, description="Steps between measurements of held-out KV accuracy. By default it is not measured."
-    )
-    trackers: OneOrMore[Literal["tensorboard", "trackio", "wandb"]] = Field(
-        (),
-        examples=[["tensorboard"]],
-        description="Experiment trackers that also receive the losses, through Accelerate.",
-    )
-    control: bool = Field(True, description="Also train the control: the base without a splice, for the same steps.")
+    teacher: Checkpoint | None = None
+    """Model with the same tokenizer, for the objectives that compare with a teacher."""
+    precision: Precision = "fp32"
+    """bf16: compute matrix products in bf16, as is always done for a base in half precision. Trained weights stay in
+    fp32, and so do A_log, dt_bias and D."""
+    micro_batch: Positive | None = None
+    """Documents per forward pass and process. By default all whose objectives need the same models. Does not change the
+    gradient."""
+    packing: bool | None = None
+    """Put several documents into one row, without attention or state between them, where the model supports it. By
+    default on a GPU. Does not change the gradient."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    workers: int | None = Field(None, ge=0, le=256, strict=True)
+    """Processes that prepare the documents of the next steps; 0 prepares each when it is needed. By default none on a
+    CPU, and on a GPU the free cores less one, at most 8. Does not change the weights."""
+    save_every: Positive = 50
+    """Steps between checkpoints to resume from. One process also saves after five minutes."""
+    check_every: Positive | None = None
+    """Steps between measurements of held-out KV accuracy. By default it is not measured."""
+    trackers: OneOrMore[Literal["tensorboard", "trackio", "wandb"]] = Field((), examples=[["tensorboard"]])
+    """Experiment trackers that also receive the losses, through Accelerate."""
+    control: bool = True
+    """Also train the control: the base without a splice, for the same steps."""
 
     @model_validator(mode="before")
     @classmethod

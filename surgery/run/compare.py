@@ -37,11 +37,15 @@ from surgery.run.context import part_of
 class Comparison(Section):
     """The settings of `surgery compare`."""
 
-    name: str = Field("compare", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$", description="The folder is runs/NAME.")
+    name: str = Field("compare", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
+    """The folder is runs/NAME."""
     seed: Seed = 0
-    models: tuple[str, ...] = Field(min_length=1, description="Checkpoint folders, or ids on the Hub.")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="Of the weights in memory.")
-    trust_remote_code: bool = Field(False, description="Run code that the checkpoints contain.")
+    models: tuple[str, ...] = Field(min_length=1)
+    """Checkpoint folders, or ids on the Hub."""
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    """Of the weights in memory."""
+    trust_remote_code: bool = False
+    """Run code that the checkpoints contain."""
     evaluate: Evaluate = Evaluate(examples=200, sentences=200)
     plugins: Plugins = ()
 

@@ -30,6 +30,10 @@ def test_inspect_generate_and_schema(tmp_path: Path) -> None:
     assert quiet == verbose and quiet.startswith(PROMPT) and len(quiet) > len(PROMPT) + 1
     schema = json.loads(surgery("schema", cwd=tmp_path).stdout)
     assert {"name", "base", "locate", "splice", "train", "evaluate", "export"} <= set(schema["properties"])
+    # The text under a field of a section, and of the class that a section extends.
+    assert schema["$defs"]["Locate"]["properties"]["layers"]["description"] == "Also measure each layer as a whole."
+    for name in ("tokens", "compile"):
+        assert schema["$defs"]["Train"]["properties"][name]["description"]
 
 
 def test_pretrain_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:

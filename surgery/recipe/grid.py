@@ -20,8 +20,7 @@ from surgery.files.atomic import fingerprint
 from surgery.files.secret_scan import refuse_tokens
 from surgery.recipe.loading import find_recipe, load_recipe
 from surgery.recipe.run import Recipe
-from surgery.recipe.yaml import load_yaml, read_mapping
-from surgery.recipe.yaml_errors import reading_yaml
+from surgery.recipe.yaml import load_yaml, read_mapping, reading_yaml
 
 NUM_HEADS = "splice.num_heads"
 SEED = "seed"

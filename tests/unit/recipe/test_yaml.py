@@ -34,7 +34,8 @@ HOSTILE = {
     "a directive": "%YAML 9.9\n---\na: 1",
     "no mapping": "- a",
     "nothing": "",
-    "a set": "!!set {a}",
+    "a set": "a: !!set {b}",
+    "bytes": "a: !!binary aGY=",
 }
 # What is wrong, by line, and what to write.
 FAULTS = {

@@ -29,19 +29,6 @@ _EXAMPLE = "Use KEY=VALUE,VALUE, such as splice.num_heads=0,1,2."
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A key of the recipe with its values.
-
-    Attributes:
-        key: dotted path, such as `splice.num_heads`.
-        values: the values.
-    """
-
-    key: str
-    values: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class GridPoint:
     """One combination of values.
 
@@ -64,12 +51,12 @@ class Grid:
 
     Attributes:
         name: name of the recipe.
-        axes: keys with several values.
+        axes: values of the keys that have several.
         points: one for each combination of values.
     """
 
     name: str
-    axes: tuple[Axis, ...]
+    axes: Mapping[str, tuple[Any, ...]]
     points: tuple[GridPoint, ...]
 
     @property
@@ -97,27 +84,27 @@ def load_grid(path: str | Path, words: Sequence[str]) -> Grid:
     read_mapping(find_recipe(path))  # errors of the file itself name no value
     axes, fixed = _parsed(words)
     name = ""
-    recipes: dict[tuple[Any, ...], Recipe] = {}
-    combinations = list(product(*(range(len(axis.values)) for axis in axes)))
-    for places in combinations:
-        if not _is_control(axes, places):
-            values = _values(axes, places)
-            chosen = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
-            with naming(values):
-                recipe = load_recipe(path, [*fixed, *chosen])
-            heads = recipe.splice.heads if recipe.splice is not None else ()
-            number = values.get(NUM_HEADS, len(heads))
-            if heads and number != len(heads):
-                hint = f"splice.heads lists {len(heads)}. Sweep another key, or splice.select without a list."
-                raise RecipeError(NUM_HEADS, number, hint)
-            name = recipe.name
-            recipes[places] = recipe.model_copy(update={"name": _name(name, values)})
-    points = [
-        GridPoint(_values(axes, places), recipes[places])
-        if places in recipes
-        else _control_point(axes, places, recipes)
-        for places in combinations
-    ]
+    recipes: dict[str, Recipe] = {}
+    combinations = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    for values in combinations:
+        if _is_zero(values.get(NUM_HEADS)):
+            continue
+        chosen = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+        with naming(values):
+            recipe = load_recipe(path, [*fixed, *chosen])
+        heads = recipe.splice.heads if recipe.splice is not None else ()
+        number = values.get(NUM_HEADS, len(heads))
+        if heads and number != len(heads):
+            hint = f"splice.heads lists {len(heads)}. Sweep another key, or splice.select without a list."
+            raise RecipeError(NUM_HEADS, number, hint)
+        name = recipe.name
+        recipes[label_of_values(values)] = recipe.model_copy(update={"name": _name(name, values)})
+    points = []
+    for values in combinations:
+        spliced = [values]
+        if _is_zero(values.get(NUM_HEADS)):
+            spliced = [{**values, NUM_HEADS: number} for number in axes[NUM_HEADS] if not _is_zero(number)]
+        points.append(_point(values, [recipes[label_of_values(point)] for point in spliced]))
     return Grid(name, axes, tuple(points))
 
 
@@ -147,31 +134,27 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _parsed(words: Sequence[str]) -> tuple[tuple[Axis, ...], list[str]]:
+def _parsed(words: Sequence[str]) -> tuple[dict[str, tuple[Any, ...]], list[str]]:
     """Separate keys with several values from overrides that hold for all runs."""
-    axes: list[Axis] = []
+    given: dict[str, tuple[Any, ...]] = {}
     fixed: list[str] = []
-    keys: list[str] = []
     for word in words:
         key, separator, text = word.partition("=")
         if not separator or not key:
             raise RecipeError("override", repr(word), _EXAMPLE)
-        keys.append(key)
-        values = _values_in(key, text)
-        if len(values) < 2:
-            fixed.append(word)
-        else:
-            axes.append(Axis(key, values))
-    for key in keys:
-        if keys.count(key) > 1:
+        if key in given:
             raise RecipeError(key, "set twice", f"Set it once. {_EXAMPLE}")
-    several = [axis.key for axis in axes if axis.key != SEED]
+        given[key] = _values_in(key, text)
+        if len(given[key]) < 2:
+            fixed.append(word)
+    axes = {key: values for key, values in given.items() if len(values) > 1}
+    several = [key for key in axes if key != SEED]
     if not axes:
         raise RecipeError("sweep", None, f"No key has several values. {_EXAMPLE}")
     if len(several) > _KEYS:
         hint = f"At most {_KEYS} keys besides the seed can have several values. Set one of them to a single value."
         raise RecipeError("sweep", ", ".join(several), hint)
-    return tuple(axes), fixed
+    return axes, fixed
 
 
 def _values_in(key: str, text: str) -> tuple[Any, ...]:
@@ -194,27 +177,17 @@ def _same(one: Any, other: Any) -> bool:
     return text_of(one) == text_of(other) or (isinstance(one, bool) == isinstance(other, bool) and one == other)
 
 
-def _values(axes: Sequence[Axis], places: Sequence[int]) -> dict[str, Any]:
-    return {axis.key: axis.values[i] for axis, i in zip(axes, places, strict=True)}
+def _is_zero(number: Any) -> bool:
+    return number == 0 and not isinstance(number, bool)
 
 
-def _is_zero(axis: Axis, place: int) -> bool:
-    value = axis.values[place]
-    return axis.key == NUM_HEADS and value == 0 and not isinstance(value, bool)
-
-
-def _is_control(axes: Sequence[Axis], places: Sequence[int]) -> bool:
-    return any(_is_zero(axis, place) for axis, place in zip(axes, places, strict=True))
-
-
-def _control_point(axes: Sequence[Axis], places: Sequence[int], recipes: Mapping[tuple[Any, ...], Recipe]) -> GridPoint:
-    """Find the run whose control has the other values of this point."""
-    at = [axis.key for axis in axes].index(NUM_HEADS)
-    spliced = (i for i in range(len(axes[at].values)) if not _is_zero(axes[at], i))
-    recipe, *others = (recipes[(*places[:at], i, *places[at + 1 :])] for i in spliced)
+def _point(values: Mapping[str, Any], recipes: Sequence[Recipe]) -> GridPoint:
+    """The point of a run; with 0 heads, that of the control of several runs with the same other values."""
+    recipe, *others = recipes
+    if not _is_zero(values.get(NUM_HEADS)):
+        return GridPoint(values, recipe)
     if recipe.train.trains_spliced_layers:  # each control trains the layers of its own run
         others = []
-    values = _values(axes, places)
     if recipe.has_control:
         return GridPoint(values, recipe, "no_splice", tuple(others))
     if recipe.train.control and recipe.state_size is not None:

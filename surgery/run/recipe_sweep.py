@@ -169,12 +169,12 @@ def _write(grid: Grid, folder: Path, diverged: dict[str, TrainingDiverged]) -> d
     failures = {name: str(error) for name, error in diverged.items()}
     if not points:
         raise SurgeryError("sweep", "no run is finished", f"Change the recipe: {next(iter(failures.values()))}")
-    summary = summarize(grid.name, {axis.key: axis.values for axis in grid.axes}, points, failures)
+    summary = summarize(grid.name, grid.axes, points, failures)
     write_json(folder / "sweep.json", summary)
     from surgery.report.figures.by_value import results_by_value  # matplotlib is slow to import
 
     with new_folder(folder / "figures") as figures:
-        results_by_value(summary["rows"], [axis.key for axis in grid.axes], figures)
+        results_by_value(summary["rows"], list(grid.axes), figures)
     write_sweep_page(summary, folder / "figures", folder / "sweep.html")
     return summary
 

@@ -54,7 +54,7 @@ def test_one_recipe_for_each_value(path: Path) -> None:
 def test_two_keys_and_the_seed_give_the_grid(path: Path) -> None:
     grid = load_grid(path, ["splice.select=sharpen,random", "seed=0,1", "splice.num_heads=1,2"])
     assert len(grid.points) == len(set(names(grid))) == 8
-    assert [axis.key for axis in grid.axes] == ["splice.select", "seed", "splice.num_heads"]
+    assert list(grid.axes) == ["splice.select", "seed", "splice.num_heads"]
     assert grid.points[1].values == {"splice.select": "sharpen", "seed": 0, "splice.num_heads": 2}
     assert (grid.points[-1].recipe.seed, grid.points[-1].recipe.splice.select) == (1, "random")  # type: ignore[union-attr]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -12,6 +13,7 @@ from pydantic.fields import FieldInfo
 from surgery.recipe.section import Section, section_of
 
 Place = Sequence[str | int]  # parts of a dotted key
+Key = tuple[str, ...]  # of the schema, with the index 0 for an entry of a list
 
 # Keys that other tools have, and names that several sections have: the keys that are most likely meant.
 _USUAL = {
@@ -40,64 +42,53 @@ def meant(kind: type[Section], place: Place) -> str:
         place: of the unknown key.
     """
     *above, last = map(str, place)
-    keys = sorted(_keys(kind), key=_depth)
-    section = _without_indices(".".join(above))
-    siblings = {_name(key): key for key in keys if _without_indices(key).rpartition(".")[0] == section}
+    keys = sorted(_keys(kind), key=len)
+    section = _without_indices(above)
+    siblings = {key[-1]: key for key in keys if _without_indices(key[:-1]) == section}
     close = [siblings[name] for name in get_close_matches(last, siblings, 1, cutoff=0.85)]
     close += _of_this_name(keys, section, last)
     if not close:
         close = [siblings[name] for name in get_close_matches(last, siblings, 2)]
     if not close:
-        names = {_name(key): key for key in reversed(keys)}
+        names = {key[-1]: key for key in reversed(keys)}
         close = [names[name] for name in get_close_matches(last, names, 1, cutoff=0.8)]
-    proposals = [_with_indices(key, above) for key in close[:_MOST]]
+    proposals = [".".join(_with_indices(key, above)) for key in close[:_MOST]]
     return f" Did you mean {' or '.join(proposals)}?" if proposals else ""
 
 
-def _of_this_name(keys: Sequence[str], section: str, last: str) -> list[str]:
+def _of_this_name(keys: Sequence[Key], section: Key, last: str) -> list[Key]:
     """Return the keys with the name `last`, or that are usually meant by it, in the nearest section that has one."""
-    usual = [key for key in _USUAL.get(last, ()) if key in keys]
-    named = [key for key in keys if _name(key) == last]
-    while usual or named:
-        within = f"{section}." if section else ""
-        for group in (usual, named):
-            inside = [key for key in group if _without_indices(key).startswith(within)]
-            if inside:
-                return inside if group is usual else [key for key in inside if _depth(key) == _depth(inside[0])]
-        section = section.rpartition(".")[0]
-    return []
+    usual = [key for key in (tuple(dotted.split(".")) for dotted in _USUAL.get(last, ())) if key in keys]
+    named = [key for key in keys if key[-1] == last]
+    shared = {}  # sections above the key that are those of the unknown one
+    for key in (*usual, *named):
+        pairs = zip(_without_indices(key), section, strict=False)
+        shared[key] = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    nearest = [[key for key in group if shared[key] == max(shared.values())] for group in (usual, named)]
+    return nearest[0] or [key for key in nearest[1] if len(key) == len(nearest[1][0])]
 
 
-def _keys(section: type[Section], above: str = "") -> Iterator[str]:
+def _keys(section: type[Section], above: Key = ()) -> Iterator[Key]:
     """List all keys of a section and of those inside it. The index of an entry of a list is 0."""
     for name, field in section.model_fields.items():
-        yield f"{above}{name}"
+        yield (*above, name)
         inner = section_of(section, name)
         if inner is not None:
-            yield from _keys(inner, f"{above}{name}.{'0.' if get_origin(field.annotation) is tuple else ''}")
+            yield from _keys(inner, (*above, name, "0") if get_origin(field.annotation) is tuple else (*above, name))
 
 
-def _depth(key: str) -> int:
-    return key.count(".")
+def _without_indices(key: Sequence[str]) -> Key:
+    return tuple(part for part in key if not part.isdecimal())
 
 
-def _name(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _without_indices(key: str) -> str:
-    return ".".join(part for part in key.split(".") if not part.isdecimal())
-
-
-def _with_indices(key: str, above: Sequence[str]) -> str:
+def _with_indices(key: Key, above: Sequence[str]) -> list[str]:
     """Give a key the indices of `above`, as far as both lie in the same sections."""
-    parts = key.split(".")
-    for number, (part, other) in enumerate(zip(parts, above, strict=False)):
-        if part.isdecimal() and other.isdecimal():
-            parts[number] = other
-        elif part != other:
+    parts = list(key)
+    for number, (part, other) in enumerate(zip(key, above, strict=False)):
+        if part != other and not (part.isdecimal() and other.isdecimal()):
             break
-    return ".".join(parts)
+        parts[number] = other
+    return parts
 
 
 def example_at(kind: type[Section], place: Place, value: Any) -> str:

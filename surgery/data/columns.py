@@ -34,7 +34,7 @@ class Row(NamedTuple):
             hint = "The file is damaged, or not UTF-8. Save it in UTF-8 without them."
             raise DataError(self.where, "NUL bytes", hint)
         try:
-            columns = json.loads(self.raw, object_pairs_hook=self._columns)
+            columns = parsed(self.raw, self.where, self.where.rpartition(":")[0])
         except (ValueError, RecursionError) as error:
             raise not_json(self.where, error, "Write one JSON object per line.") from None
         if not isinstance(columns, dict):
@@ -42,14 +42,19 @@ class Row(NamedTuple):
             raise DataError(self.where, f"a JSON {type(columns).__name__}, not an object", hint)
         return columns
 
-    def _columns(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Make an object. Notes the first key of a file that is there twice."""
-        columns, file = dict(pairs), self.where.rpartition(":")[0]
+
+def parsed(text: bytes, where: str, file: str) -> Any:
+    """Parse JSON. Notes the first key of a file that an object has twice, and `where`."""
+
+    def an_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        columns = dict(pairs)
         if len(columns) < len(pairs) and file not in _REPEATED:
             _REPEATED.add(file)
             ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-            _LOG.warning("%s: the key %r is there twice, and the last value counts. Keep one.", self.where, key)
+            _LOG.warning("%s: the key %r is there twice, and the last value counts. Keep one.", where, key)
         return columns
+
+    return json.loads(text, object_pairs_hook=an_object)
 
 
 def not_json(where: str, error: Exception, hint: str) -> DataError:

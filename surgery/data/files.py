@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from surgery.data.columns import Row, column_names, not_json
+from surgery.data.columns import Row, column_names, not_json, parsed
 from surgery.errors import DataError, reading
 from surgery.recipe import Columns, Data
 from surgery.recipe.sources import DATA_FORMATS
@@ -245,7 +245,7 @@ def _listed(path: Path) -> ArrowRows:
         hint = "Write one JSON object per line into a .jsonl file, which is not read at once."
         raise DataError(str(path), f"a JSON list of more than {_WHOLE >> 20} MiB", hint)
     try:
-        rows = json.loads(path.read_bytes())
+        rows = parsed(path.read_bytes(), str(path), str(path))
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise not_json(f"{path}{line}", error, "Write a list of objects, or one object per line.") from None

@@ -161,9 +161,11 @@ def test_a_key_twice_in_a_row_is_noted_once_for_each_file(tmp_path: Path, caplog
     twice = json.dumps(numbered(1)[0])[:-1] + ', "n": 1, "n": 2}'
     path = write(tmp_path / "a.jsonl", [*numbered(1), twice, twice])
     assert len(opened(path, rows=9).step(1)) == 9
-    assert [r.getMessage() for r in caplog.records] == [
-        f"{path}:2: the key 'n' is there twice, and the last value counts. Keep one."
-    ]
+    listed = tmp_path / "a.json"
+    listed.write_text(f"[{twice}, {twice}]")
+    opened(listed)
+    repeated = "the key 'n' is there twice, and the last value counts. Keep one."
+    assert [r.getMessage() for r in caplog.records] == [f"{path}:2: {repeated}", f"{listed}: {repeated}"]
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:

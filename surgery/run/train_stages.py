@@ -100,7 +100,9 @@ class TrainStage(Stage):
         """
         train = run.recipe.train
         names = {source.data: name for source, name in named_data(train)}
-        for source in [source for stage in train.sequence for source in stage.sources]:
+        sources = [source for stage in train.sequence for source in stage.sources]
+        read_once = {(source.data or source, source.max_tokens): source for source in sources}
+        for source in read_once.values():
             documents = open_source(source, run.tokenizer(), run.recipe.seed, 0, *run.limits)
             if isinstance(documents, IndexedDocuments) and documents.skipped and source.data in names:
                 text = f"{names.pop(source.data)}: {documents.skipped:,} rows cannot be used and are skipped. "

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from surgery.data.user import open_source
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Recipe, check_recipe
 from surgery.report.figures import curves
@@ -105,7 +107,7 @@ def test_every_step_counts_once_in_the_seconds_of_a_resumed_training(tmp_path: P
         assert session(folder, name) == (LOAD + 4 * STEP, LOAD + steps * STEP), (name, interrupted)
 
 
-def test_skipped_rows_are_reported(tmp_path: Path) -> None:
+def test_skipped_rows_are_reported_and_data_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": "a 42 b\n", "answer": "42"}, {"prompt": "", "answer": "7"}, {"prompt": "c 7 d\n", "answer": ""}]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -117,12 +119,16 @@ def test_skipped_rows_are_reported(tmp_path: Path) -> None:
         def note(self, topic: str, text: str) -> None:
             notes.append(f"{topic} {text}")
 
+    counted = Mock(wraps=open_source)
+    monkeypatch.setattr("surgery.run.train_stages.open_source", counted)
     for read_steps in (None, 1):
+        counted.reset_mock()
         train = {"steps": 1, "read_steps": read_steps, "sources": [source, source]}
         data = {"name": "t", "base": {"model": "m"}, "train": train}
         run = Run(check_recipe(data, Recipe), tmp_path / "run", make_accelerator(), Notes())
         run.__dict__.update(_tokenizer=pico_tokenizer(), config=pico_config(vocab_size=len(pico_tokenizer())))
         TrainStage().check_data(run)
+        assert counted.call_count == 1
         note = notes.pop()
         assert note.startswith("data rows.jsonl: 2 rows cannot be used and are skipped. The first: ") and ":2: " in note
         assert not notes

@@ -91,6 +91,22 @@ def _with_indices(key: Key, above: Sequence[str]) -> list[str]:
     return parts
 
 
+def _field_at(kind: type[Section], place: Place) -> tuple[FieldInfo | None, type[Section] | None]:
+    """The field at a place or above it, and the class of the section that it holds."""
+    field: FieldInfo | None = None
+    section: type[Section] | None = kind
+    for part in place:
+        if isinstance(part, str) and section is not None and part in section.model_fields:
+            field, section = section.model_fields[part], section_of(section, part)
+    return field, section
+
+
+def null_at(kind: type[Section], place: Place) -> str:
+    """Return `, or null` for a key that may be left out so."""
+    field, _ = _field_at(kind, place)
+    return ", or null" if field is not None and type(None) in get_args(field.annotation) else ""
+
+
 def example_at(kind: type[Section], place: Place, value: Any) -> str:
     """Return an example as `, such as [4, 8]`, or nothing if the schema has none.
 
@@ -99,12 +115,7 @@ def example_at(kind: type[Section], place: Place, value: Any) -> str:
         place: of a key, or an entry of a list, that requires a list or a section.
         value: its present value. A section that requires one key gets it as the value of that key.
     """
-    section: type[Section] | None = kind
-    field, above = None, kind
-    for part in place:
-        if isinstance(part, str) and section is not None and part in section.model_fields:
-            field, above = section.model_fields[part], section
-            section = section_of(above, part)
+    field, section = _field_at(kind, place)
     if field is None:
         return ""
     example = _example(field, None)

@@ -16,15 +16,15 @@ from surgery.files.secret_scan import refuse_tokens
 from surgery.files.shipped import close_names, shipped_recipe
 from surgery.recipe.analysis import ARM_NAME, AnalysisRecipe
 from surgery.recipe.export import SHARD_SIZE
-from surgery.recipe.hints import example_at, meant
+from surgery.recipe.hints import example_at, meant, null_at
 from surgery.recipe.pretrain import PretrainRecipe
 from surgery.recipe.run import RECIPE_NAME, Recipe
-from surgery.recipe.train import STAGE_NAME
+from surgery.recipe.train import STAGE_NAME, Train
 from surgery.recipe.yaml import read_mapping
 from surgery.registry import load_plugins
 
 AnyRecipe = Recipe | PretrainRecipe | AnalysisRecipe
-R = TypeVar("R", Recipe, PretrainRecipe, AnalysisRecipe)
+R = TypeVar("R", Recipe, PretrainRecipe, AnalysisRecipe, Train)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
@@ -141,7 +141,7 @@ def _kind_of(data: Mapping[str, Any]) -> type[Recipe] | type[PretrainRecipe] | t
 
 
 def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ignore[assignment]
-    """Validate a recipe given as plain data (dicts, lists and scalars).
+    """Validate a recipe, or its section `train`, given as plain data (dicts, lists and scalars).
 
     Raises:
         RecipeError: a key or value is invalid, or a value holds an access token. Further errors are listed by key.
@@ -169,6 +169,8 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
             hint = f"Unknown key.{meant(kind, first['loc'])} `surgery schema` lists all keys."
         if first["type"] in _TAKES_EXAMPLE:
             hint += example_at(kind, first["loc"], wrong)
+        if first["type"].startswith(("greater_than", "less_than", "int_", "float_")):
+            hint += null_at(kind, first["loc"])
         more = f" ({len(faults) - 1} more: {', '.join('.'.join(map(str, f['loc'])) for f in faults[1:6])})"
         raise RecipeError(where, value, hint + (more if len(faults) > 1 else "")) from None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import RunError, summary
 from surgery.files.atomic import fingerprint
 from surgery.models.loading import check_vocabulary, load_model, load_tokenizer, revision_of
-from surgery.recipe import Train, TrainStage, as_base
+from surgery.recipe import Train, TrainStage, as_base, check_recipe
 from surgery.recipe.objectives import OBJECTIVES, needs_of
 from surgery.train.checkpoints import checkpoints, set_aside_broken
 from surgery.train.logits_cache import LogitsCache
@@ -60,7 +61,7 @@ def make_accelerator() -> Accelerator:
 def train_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    section: Train,
+    section: Train | dict[str, Any],
     plan: Plan | None = None,
     base: PreTrainedModel | None = None,
     seed: int = 0,
@@ -76,7 +77,7 @@ def train_model(
     Args:
         model: a hybrid, a control or a base.
         tokenizer: the model's.
-        section: the recipe's section `train`.
+        section: the recipe's section `train`, or plain data for it.
         plan: the spliced heads. Without it, objectives on the attention of new heads are skipped.
         base: the frozen model for the objective `base_kl`. Frozen weights that are equal in both models share their
             memory until another `train_model`. Copy the base before you change weights in place yourself.
@@ -99,6 +100,8 @@ def train_model(
         DataError: a row of the user's data cannot be used.
         ModelError: the tokenizer is another model's.
     """
+    if isinstance(section, dict):
+        section = check_recipe(section, Train)
     check_vocabulary(tokenizer, model.config)
     accelerator = accelerator or make_accelerator()
     if accelerator.mixed_precision != "no":

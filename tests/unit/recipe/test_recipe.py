@@ -165,6 +165,12 @@ def test_the_cause_of_several_faults_comes_first_and_the_others_are_counted() ->
     assert refused("base={revision: main}") == "base.model: missing. This key is required"
 
 
+def test_null_is_named_where_a_number_may_be_left_out() -> None:
+    assert refused("train.read_steps=0") == "train.read_steps: 0. It must be greater than 0, or null"
+    assert refused("train.steps=x").endswith("It must be a valid integer, or null")
+    assert refused("train.save_every=0") == "train.save_every: 0. It must be greater than 0"
+
+
 def test_overrides_reach_nested_keys_lists_and_absent_sections(tmp_path: Path) -> None:
     second = "train.sources.1={task: statement, rows: 3, weights: {lm: 1}}"
     overrides = ("train.steps=7", "train.sources.0.rows=8", second, "locate.pairs=5", "splice.heads=[L1H2]",

@@ -30,7 +30,9 @@ def plan(head: int = 2, **shape: Any) -> Plan:
     return Plan("base", geometry_of(config), (graft,), 0)
 
 
-def fit(model: PreTrainedModel, section: Train, made: Plan | None = None, **more: Any) -> list[dict[str, float]]:
+def fit(
+    model: PreTrainedModel, section: Train | dict[str, Any], made: Plan | None = None, **more: Any
+) -> list[dict[str, float]]:
     return train_model(model, pico_tokenizer(), section, made or plan(), **more)
 
 

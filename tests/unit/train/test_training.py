@@ -37,6 +37,15 @@ def stage(name: str, **given: Any) -> dict[str, Any]:
     return {"name": name, "steps": 2, "sources": [KV], "optimizer": FAST, **given}
 
 
+def test_the_section_may_be_plain_data_and_is_checked_like_a_recipe() -> None:
+    data = {"steps": 1, "sources": [KV], "optimizer": FAST}
+    models = hybrid(), hybrid()
+    histories = [fit(model, given) for model, given in zip(models, (data, section(steps=1)), strict=True)]
+    assert without_time(histories[0]) == without_time(histories[1])
+    with pytest.raises(RecipeError, match=r"^stepz: 1\. Unknown key\. Did you mean steps"):
+        fit(models[0], {"stepz": 1})
+
+
 class TestStages:
     SECTION = section(
         stages=[stage("align", trainable="new_heads"), stage("distil", steps=3), stage("last", steps=1)], save_every=1

@@ -70,20 +70,14 @@ def fact_statement(fact: Fact) -> Document:
     return Document("statement", STATEMENTS[fact.relation].format(name=fact.name, answer=fact.answer))
 
 
-def letter_choice(rng: Random, split: Split = "train", half: Half | None = None) -> Document:
-    """Generate a question with options `A.` to `D.`, whose answer is a letter. The splits have different options."""
-    return _multiple_choice(rng, split, half, lettered=True)
+def letter_choice(rng: Random, split: Split = "train", half: Half | None = None, lettered: bool = True) -> Document:
+    """Generate a question with options `A.` to `D.`, whose answer is a letter. The splits have different options.
 
-
-def option_text(rng: Random, split: Split = "train", half: Half | None = None) -> Document:
-    """Generate a letter-choice question without its list of options; the answer is the option's text.
-
-    Without the list, the prompts of both splits are the same: set `half` in training.
+    Args:
+        half: half of the facts to ask about.
+        lettered: False for the same question without its list of options, whose answer is the text of the option.
+            Without the list, the prompts of both splits are the same: set `half` in training.
     """
-    return _multiple_choice(rng, split, half, lettered=False)
-
-
-def _multiple_choice(rng: Random, split: Split, half: Half | None, lettered: bool) -> Document:
     drawn: list[tuple[Fact, list[str]]] = []
 
     def listing() -> str:
@@ -127,7 +121,7 @@ class LetterChoice(Probe):
 
 @register_probe("option_text")
 class OptionText(Probe):
-    """Letter-choice questions without listed options: `option_text`. An evaluation asks about facts of both halves."""
+    """Letter-choice questions without listed options. An evaluation asks about facts of both halves."""
 
     label = "option text (letter choice without letters)"
     short_label = "option text"
@@ -139,7 +133,7 @@ class OptionText(Probe):
     evaluated = None
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        return option_text(rng, split, options.half)
+        return letter_choice(rng, split, options.half, lettered=False)
 
 
 @register_probe("closed_book")

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from surgery.errors import ProbeError
 from surgery.probes.documents import Document, Span, Split, Writer
-from surgery.probes.pairs import Range, ask, check_pairs, fillers, numbers
+from surgery.probes.pairs import Range, ask, fillers, numbers
 from surgery.probes.registry import PROBES, Options, Probe, prompts_of, register_probe
 from surgery.probes.words import key_words
 
@@ -33,40 +32,9 @@ def kv_document(
     filler: Range | None = None,
     value_digits: Range | None = None,
 ) -> Document:
-    """Generate a dictionary and questions about different keys of it.
-
-    Fillers are drawn last: a document with them has the keys, values and questions of the one without.
-
-    Args:
-        rng: source of randomness.
-        pairs, questions: number of lines and of questions.
-        split: the splits have different keys.
-        filler: smallest and largest number of words between a key and its value. None for no words.
-        value_digits: smallest and largest number of digits of the values, which all have the same. None for integers
-            0-99.
-
-    Raises:
-        ProbeError: more pairs than distinct values or keys, or more questions than pairs.
-    """
-    keys_available = key_words(split)
-    if value_digits is None:
-        most, why = min(NUM_VALUES, len(keys_available)), f"Values are distinct integers 0-{NUM_VALUES - 1}"
-    else:
-        most, why = len(keys_available), "Keys are different words"
-    check_pairs(pairs, most, why)
-    if not 1 <= questions <= pairs:
-        raise ProbeError("questions", questions, f"Use 1 to {pairs} questions with {pairs} pairs.")
-    keys = rng.sample(keys_available, pairs)
-    values = draw_values(rng, pairs, value_digits)
-    queried = rng.sample(range(pairs), questions)
-    writer = Writer()
-    writer.add(HEADER)
-    spans = write_lines(writer, keys, fillers(rng, pairs, filler), values)
-    asked = []
-    for number, index in enumerate(queried):
-        prompt = ("\n" if number else "") + f"The value of the key '{keys[index]}' is"
-        asked.append(ask(writer, prompt, values, index, spans))
-    return Document("kv_retrieval", writer.text, tuple(asked))
+    """Generate a dictionary and questions about different keys of it: `KvRetrieval` with these `Options`."""
+    options = Options(pairs=pairs, questions=questions, filler=filler, value_digits=value_digits)
+    return PROBES["kv_retrieval"].generate(rng, split, options)
 
 
 def draw_values(rng: Random, pairs: int, value_digits: Range | None) -> tuple[str, ...]:
@@ -91,7 +59,7 @@ def kv_prompts(purpose: str, seed: int, count: int, pairs: int, filler: Range | 
 
 @register_probe("kv_retrieval")
 class KvRetrieval(Probe):
-    """KV-retrieval: `kv_document`."""
+    """KV-retrieval, with `pairs` lines."""
 
     label = "KV-retrieval"
     unit = "pairs"
@@ -102,4 +70,19 @@ class KvRetrieval(Probe):
     lm_eval_sizes = (4, 8, 16, 32, 64)
 
     def document(self, rng: Random, split: Split, options: Options) -> Document:
-        return kv_document(rng, options.pairs, options.questions, split, options.filler, options.value_digits)
+        """Generate a dictionary, and questions about different keys of it.
+
+        Fillers are drawn last: a document with them has the keys, values and questions of the one without.
+        """
+        pairs = options.pairs
+        keys = rng.sample(key_words(split), pairs)
+        values = draw_values(rng, pairs, options.value_digits)
+        queried = rng.sample(range(pairs), options.questions)
+        writer = Writer()
+        writer.add(HEADER)
+        spans = write_lines(writer, keys, fillers(rng, pairs, options.filler), values)
+        asked = []
+        for number, index in enumerate(queried):
+            prompt = ("\n" if number else "") + f"The value of the key '{keys[index]}' is"
+            asked.append(ask(writer, prompt, values, index, spans))
+        return Document("kv_retrieval", writer.text, tuple(asked))

@@ -63,11 +63,14 @@ class Sentence(Probe):
 
 
 class Perplexity(Probe):
-    """Perplexity on one half of the sentences."""
+    """Perplexity on sentences of the half `evaluated`."""
 
     trains = False
     scoring = "perplexity"
     lm_eval_group = None
+
+    def document(self, rng: Random, split: Split, options: Options) -> Document:
+        return sentence_half(rng, self.evaluated, split if self.evaluated else "train")
 
 
 @register_probe("perplexity")
@@ -77,9 +80,6 @@ class HeldOutPerplexity(Perplexity):
     label = "perplexity, held-out"
     seed_name = "text"
 
-    def document(self, rng: Random, split: Split, options: Options) -> Document:
-        return sentence_half(rng, 1, split)
-
 
 @register_probe("perplexity_seen")
 class SeenPerplexity(Perplexity):
@@ -87,6 +87,4 @@ class SeenPerplexity(Perplexity):
 
     label = "perplexity, seen half"
     seed_name = "seen"
-
-    def document(self, rng: Random, split: Split, options: Options) -> Document:
-        return sentence_half(rng, 0, "train")
+    evaluated = 0

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from surgery.probes.documents import Document, rng_of
-from surgery.probes.knowledge import fact_question, fact_statement, facts, letter_choice, option_text
+from surgery.probes.knowledge import fact_question, fact_statement, facts, letter_choice
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.registry import PROBES, Options
 from surgery.probes.sentences import sentence
@@ -15,7 +15,7 @@ from surgery.probes.sentences import sentence
 MAKERS: dict[str, Callable[[Random], Document]] = {
     "kv_retrieval": lambda rng: kv_document(rng, rng.randint(2, 6)),
     "letter_choice": letter_choice,
-    "option_text": option_text,
+    "option_text": lambda rng: letter_choice(rng, lettered=False),
     "closed_book": lambda rng: fact_question(rng.choice(facts())),
     "statement": lambda rng: fact_statement(rng.choice(facts())),
     "sentence": sentence,

@@ -11,7 +11,7 @@ import pytest
 from surgery.data.encoding import encode
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, rng_of
-from surgery.probes.knowledge import facts, letter_choice, option_text
+from surgery.probes.knowledge import facts, letter_choice
 from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.mqar import mqar_words, single_token_words
 from surgery.probes.needle import token_count
@@ -203,7 +203,7 @@ def test_words_between_are_in_the_lines_alone() -> None:
 
 def test_the_twin_of_a_letter_choice_asks_the_same_and_scores_the_text_of_the_option() -> None:
     for seed in range(30):
-        letter, twin = letter_choice(rng_of(seed)), option_text(rng_of(seed))
+        letter, twin = letter_choice(rng_of(seed)), letter_choice(rng_of(seed), lettered=False)
         (lettered,), (question,) = letter.questions, twin.questions
         assert twin.text[: question.answer[0]] == letter.text.split("\n")[0] + "\nAnswer:"
         assert question.choices == tuple(f" {option}" for option in re.findall(r"^[A-D]\. (.*)$", letter.text, re.M))

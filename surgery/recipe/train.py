@@ -73,15 +73,11 @@ class TrainStage(Section):
     align: Align = Align()
 
     @model_validator(mode="after")
-    def _a_length(self) -> TrainStage:
+    def _parts_fit(self) -> TrainStage:
         if self.steps is not None and self.tokens is not None:
             raise ValueError("set `steps` or `tokens`, not both")
         if self.tokens is not None and any(source.tokens is None for source in self.sources):
             raise ValueError("`tokens` of a stage needs `tokens` in every source. Set it in place of `rows`")
-        return self
-
-    @model_validator(mode="after")
-    def _reads_have_attention_objectives(self) -> TrainStage:
         if self.trainable == "reads":
             if self.optimizer.weight_decay:
                 raise ValueError("`weight_decay` with `trainable: reads` would change the values too. Set it to 0")
@@ -92,10 +88,6 @@ class TrainStage(Section):
                         f"`trainable: reads` does not support the objective {name}: only queries and keys train. Use "
                         "attention, or set new_heads"
                     )
-        return self
-
-    @model_validator(mode="after")
-    def _only_adapters_train_on_4_bits(self) -> TrainStage:
         if self.lora.quantization is not None and self.trainable != "lora":
             raise ValueError(
                 f"`lora.quantization: {self.lora.quantization}` needs `trainable: lora`, since weights of 4 bits are "
@@ -122,27 +114,25 @@ class TrainStage(Section):
             raise ValueError(
                 f"`plateau.monitor` is {self.plateau.monitor}, which is not trained on. Use one of {known}"
             )
+        if self.sources:  # without them, `tokens` gives no number of steps
+            self._check_steps(self.plateau)
         return self
 
-    @model_validator(mode="after")
-    def _steps_for_a_plateau(self) -> TrainStage:
-        if self.plateau is None or not self.sources:  # without sources, `tokens` gives no number of steps
-            return self
-        steps, plateau, warmup = self.num_steps, self.plateau, self.optimizer.warmup
+    def _check_steps(self, plateau: Plateau) -> None:
+        """Raise ValueError if the stage has too few steps to end at a plateau."""
+        steps, warmup = self.num_steps, self.optimizer.warmup
         earliest = plateau.earliest(steps, warmup)
         if self.end_after(earliest) < steps:
-            return self
+            return
         enough = steps
         for _ in range(100):  # without `min_steps`, more steps delay the earliest plateau
             enough = max(enough, self.end_after(plateau.earliest(enough, warmup)) + 1)
-        hint = "ower `plateau.window`, `plateau.patience`, `plateau.min_steps`, `optimizer.warmup` or `optimizer.decay`"
-        if not self.end_after(plateau.earliest(enough, warmup)) < enough <= 10**9:
-            hint = f"L{hint}"
-        elif self.tokens is None:
-            hint = f"Set `steps` to {enough}, or l{hint}"
-        else:
-            tokens = (enough - 1) * sum(source.tokens or 0 for source in self.sources) + 1
-            hint = f"Set `tokens` to {tokens}, or l{hint}"
+        hint = "Lower `window`, `patience` or `min_steps` of it, `optimizer.warmup` or `optimizer.decay`"
+        if self.end_after(plateau.earliest(enough, warmup)) < enough <= 10**9:
+            key, least = "steps", enough
+            if self.tokens is not None:
+                key, least = "tokens", (enough - 1) * sum(source.tokens or 0 for source in self.sources) + 1
+            hint += f", or set `{key}` to {least}"
         raise ValueError(
             f"`plateau` cannot end {steps} steps early: the earliest plateau is at step {earliest}, and the stage then "
             f"ends at step {self.end_after(earliest)}. {hint}"

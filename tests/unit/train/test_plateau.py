@@ -102,9 +102,9 @@ def test_a_plateau_that_could_not_end_a_stage_is_refused() -> None:
         ({"optimizer": Optimizer()}, "cannot end a cosine.*Set `optimizer.schedule` to wsd or constant"),
         ({"optimizer": Optimizer(schedule="wsd", decay=1.0)}, "needs steps at a constant rate.*Set it below 1"),
         ({"sources": [{**SOURCE, "weights": {"answer": (1.0, 0.0)}}]}, "constant weights.*Set one number"),
-        ({"steps": 50, "plateau": {}}, "plateau is at step 125, .* 139. Set `steps` to 140, or lower `plateau.window`"),
-        ({"plateau": {"min_steps": 500}}, "Set `steps` to 557, or lower"),
-        ({"steps": None, "tokens": 10**4, "sources": [ROWS], "plateau": {}}, "10 steps early.*`tokens` to 139001,"),
+        ({"steps": 50, "plateau": {}}, "plateau is at step 125, .* 139. Lower `window`, .* set `steps` to 140"),
+        ({"plateau": {"min_steps": 500}}, "set `steps` to 557"),
+        ({"steps": None, "tokens": 10**4, "sources": [ROWS], "plateau": {}}, "10 steps early.*`tokens` to 139001"),
         ({"plateau": {"monitor": "lm"}}, "`plateau.monitor` is lm.*Use one of loss, answer, attention"),
     ]
     for change, says in cases:
@@ -128,7 +128,7 @@ def test_a_stage_is_refused_if_its_fastest_loss_could_not_end_it() -> None:
             else:
                 with pytest.raises(ValueError, match="`plateau` cannot end") as error:
                     stage(steps, decay, **settings)
-                suggested[steps] = int(re.search(r"Set `steps` to (\d+)", str(error.value))[1])  # type: ignore[index]
+                suggested[steps] = int(re.search(r"set `steps` to (\d+)", str(error.value))[1])  # type: ignore[index]
         assert possible and suggested
         for steps, more in suggested.items():
             assert steps < more <= next((n for n in possible if n > steps), more)

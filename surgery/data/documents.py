@@ -28,7 +28,8 @@ from surgery.data.columns import names_of_columns
 from surgery.data.files import Row, rows_in_order
 from surgery.data.offsets import Tokens, before_text, tokenized
 from surgery.data.pieces import Piece, cut, part
-from surgery.errors import DataError, short_repr
+from surgery.data.positions import positions_of
+from surgery.errors import DataError, ProbeError, short_repr
 from surgery.probes.documents import Document, Question, Span
 from surgery.recipe import Data
 
@@ -279,18 +280,10 @@ def _check_tokens(where: str, document: Document, tokens: Tokens, vocab_size: in
         hint = f"The model has {vocab_size} tokens. Set base.tokenizer to the tokenizer that it was trained with."
         raise DataError(where, f"token {max(tokens.ids)} is outside the vocabulary", hint)
     for question in document.questions:
-        for char in (question.answer[0], question.answer[1] - 1, *(question.value or ()), *(question.segment or ())):
-            char = min(char, len(document.text) - 1)
-            if not tokens.covering(char):
-                raise DataError(
-                    where, f"no token covers character {char}", "This tokenizer drops text. Use another one."
-                )
-            first = tokens.covering(char)[0]
-            if char == question.answer[0] and tokens.starts[first] < char:
-                token = document.text[tokens.starts[first] : tokens.ends[first]]
-                hint = "Move the space between them, or end the prompt with a newline."
-                problem = f"the token {token!r} spans the end of the prompt and the start of the answer"
-                raise DataError(where, problem, hint)
+        try:
+            positions_of(question, document, tokens)
+        except ProbeError as error:
+            raise DataError(where, str(error.value), error.hint) from None
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> str:

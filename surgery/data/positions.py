@@ -59,7 +59,7 @@ def encode_each(
         of_choice = cache(lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
     end, encoded = tokenizer.eos_token_id, []
     for document, tokens in zip(documents, tokenized(tokenizer, [d.text for d in documents]), strict=True):
-        questions = [_positions(question, document, tokens, end, of_choice) for question in document.questions]
+        questions = [positions_of(question, document, tokens, end, of_choice) for question in document.questions]
         encoded.append(EncodedDocument(document.task, tokens.ids, questions))
     return encoded
 
@@ -67,20 +67,36 @@ def encode_each(
 def _covering(tokens: Tokens, char: int) -> range:
     found = tokens.covering(char)
     if not found:
-        raise ProbeError("tokenizer", f"no token covers character {char}", "The tokenizer drops text. Use another one.")
+        raise ProbeError(
+            "tokenizer", f"no token covers character {char}", "This tokenizer drops text. Use another one."
+        )
     return found
 
 
-def _positions(
-    question: Question, document: Document, tokens: Tokens, end: int | None, of_choice: Callable[[str], Ids] | None
+def positions_of(
+    question: Question,
+    document: Document,
+    tokens: Tokens,
+    end: int | None = None,
+    of_choice: Callable[[str], Ids] | None = None,
 ) -> Positions:
-    """Find the token positions of one question. `end` is the end token; without `of_choice` choices are left out."""
+    """Find the token positions of one question.
+
+    Args:
+        tokens: of the document.
+        end: the end token, which is no part of an answer.
+        of_choice: function from a choice to its tokens; without it choices are left out.
+
+    Raises:
+        ProbeError: as `encode_each`.
+    """
     (start, stop), value, segment = question.answer, question.value, question.segment
     first, last = _covering(tokens, start)[0], _covering(tokens, stop - 1)[-1]
     if tokens.starts[first] < start:
         token = document.text[tokens.starts[first] : tokens.ends[first]]
-        hint = "This token covers the end of the prompt and the start of the answer. Move the space between them."
-        raise ProbeError(f"{document.task} answer", repr(token), hint)
+        problem = f"the token {token!r} spans the end of the prompt and the start of the answer"
+        hint = "Move the space between them, or end the prompt with a newline."
+        raise ProbeError(document.task, problem, hint)
     segment_end = _covering(tokens, segment[1] - 1)[-1] if segment else -1
     if first < last and tokens.ids[last] == end:
         stop = tokens.starts[last]

@@ -84,18 +84,12 @@ class EvaluationTask(Section):
         accepted = {
             "task": True,
             "pairs": self.probe.pairs is not None and "tokens" not in options,
-            "tokens": "tokens" in options,
             "depths": "tokens" in options and self.probe.has_depth,
-            "needles": "needles" in options,
-            "hops": "hops" in options,
-            "groups": "groups" in options,
-            "filler": "filler" in options,
-            "value_digits": "value_digits" in options,
             "examples": self.probe.evaluation_set() is None,
             "name": self.probe.scoring != "perplexity",
         }
         for name in self._changed():
-            if not accepted[name]:
+            if not accepted.get(name, name in options):
                 raise ValueError(f"{self.task} does not use `{name}`: remove it")
         if self.name != self.task and (self.name in PROBES or self.name in _KEYS_OF_ARMS):
             raise ValueError(f"`name: {self.name}` has another meaning in results. Use another name")

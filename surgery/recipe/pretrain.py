@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, Tag, model_validator
 
 from surgery.recipe.evaluate import Evaluate
 from surgery.recipe.objectives import OBJECTIVES
-from surgery.recipe.section import Plugins, Positive, Section, Seed
+from surgery.recipe.section import Plugins, Positive, Section, Seed, ordered
 from surgery.recipe.train import Train
 
 VocabSize = Annotated[int, Field(ge=300, le=8192, description="Maximum number of tokens in the vocabulary.")]
-
-
-def _positive_range(value: tuple[float, float]) -> tuple[float, float]:
-    if not 0 < value[0] <= value[1]:
-        raise ValueError("the range must satisfy 0 < low <= high")
-    return value
-
-
-PositiveRange = Annotated[tuple[float, float], AfterValidator(_positive_range)]
+PositiveRange = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(ordered)]
 TimeStep = Annotated[PositiveRange, Field(description="Range of the initial dt (log-uniform).")]
 
 

@@ -74,7 +74,8 @@ def _as_range(value: Any) -> Any:
     return (value, value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _ordered(value: tuple[int, int]) -> tuple[int, int]:
+def ordered(value: tuple[float, float]) -> tuple[float, float]:
+    """Raise ValueError for a range whose ends are in the wrong order."""
     if value[0] > value[1]:
         raise ValueError("the range is [low, high], with low <= high")
     return value
@@ -93,7 +94,7 @@ OneOrMore = Annotated[tuple[T, ...], _OneAlone(str, Mapping)]  # of names or of 
 OnePairs = Annotated[Pairs, BeforeValidator(_one_number)]
 PairsRange = Annotated[
     tuple[Pairs, Pairs],
-    AfterValidator(_ordered),
+    AfterValidator(ordered),
     BeforeValidator(_as_range, json_schema_input_type=Pairs | tuple[Pairs, Pairs]),
 ]
 PairsSizes = Annotated[tuple[Pairs, ...], Field(min_length=1, examples=[[4, 8]]), _OneAlone(int)]
@@ -101,7 +102,7 @@ PairsSizes = Annotated[tuple[Pairs, ...], Field(min_length=1, examples=[[4, 8]])
 _Words = Annotated[int, Field(ge=0, le=100, strict=True)]
 _Digits = Annotated[int, Field(ge=1, le=16, strict=True)]
 Filler = Annotated[
-    Annotated[tuple[_Words, _Words], AfterValidator(_ordered)] | None,
+    Annotated[tuple[_Words, _Words], AfterValidator(ordered)] | None,
     Field(
         examples=[[0, 20]],
         description="kv_retrieval, phonebook, json_kv, multi_hop, records, key_echo, kv_repeated: range of the number "
@@ -109,7 +110,7 @@ Filler = Annotated[
     ),
 ]
 ValueDigits = Annotated[
-    Annotated[tuple[_Digits, _Digits], AfterValidator(_ordered)] | None,
+    Annotated[tuple[_Digits, _Digits], AfterValidator(ordered)] | None,
     Field(
         examples=[[2, 6]],
         description="kv_retrieval, phonebook, json_kv, records, key_echo, kv_repeated: range of the number of digits "

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
+from surgery.data.positions import encode_each
 from surgery.data.ranking import ChoiceScores, check_logits, choice_scores, query_batches, ranked
 from surgery.probes.documents import Document, answer_list, expected_answers, max_answer_tokens
 
@@ -147,32 +148,28 @@ def exact_answers(
         ProbeError: a document has no question.
     """
     correct, first_token, wanted, generated = [], [], [], []
-    end = tokenizer.eos_token
+    end, decode = tokenizer.eos_token_id, tokenizer.decode
     for start in range(0, len(documents), batch_size):
         chunk = documents[start : start + batch_size]
         prompts = encode(chunk, tokenizer, padding_side="left", until_answer=True).to(model.device)
-        whole = encode([Document(d.task, d.text[: d.questions[-1].answer[1]]) for d in chunk], tokenizer)
-        prompt_B, whole_B = (batch.attention_mask.sum(1).tolist() for batch in (prompts, whole))
-        ended = [end is not None and d.text.endswith(str(end)) for d in chunk]
-        answers = [  # without the end token
-            ids[before : total - has_end]
-            for ids, before, total, has_end in zip(whole.input_ids.tolist(), prompt_B, whole_B, ended, strict=True)
-        ]
-        new_BN = generate_greedy(model, prompts, max(map(len, answers)) + 1, tokenizer.eos_token_id)
-        rows = zip(chunk, new_BN.tolist(), answers, prompt_B, whole.input_ids.tolist(), ended, strict=True)
-        for document, ids, answer, before, all_ids, has_end in rows:
-            first_token.append(ids[:1] == [all_ids[before]])
+        answers = []
+        for row in encode_each(chunk, tokenizer, choices=False):
+            first, last = row.questions[-1].answer
+            answers.append(list(row.ids[first : last + (row.ids[last] != end)]))
+        new_BN = generate_greedy(model, prompts, max(map(len, answers)) + 1, end)
+        for document, ids, answer in zip(chunk, new_BN.tolist(), answers, strict=True):
+            first_token.append(ids[:1] == answer[:1])
             text = document.text[slice(*document.questions[-1].answer)]
-            if tokenizer.eos_token_id in ids:
-                ids = ids[: ids.index(tokenizer.eos_token_id)]
-            if has_end:
-                text = text.removesuffix(str(end))
+            if end in ids:
+                ids = ids[: ids.index(end)]
+            if end is not None and text.endswith(str(tokenizer.eos_token)):
+                text = text.removesuffix(str(tokenizer.eos_token))
             else:
                 ids = ids[: len(answer)]
             wanted.append(text)
-            generated.append(str(tokenizer.decode(ids)))
-            compared = str(tokenizer.decode(ids[: len(answer) + 1])).strip()  # not what only a longer answer asked for
-            correct.append(compared in (text.strip(), str(tokenizer.decode(answer)).strip()))
+            generated.append(str(decode(ids)))
+            compared = str(decode(ids[: len(answer) + 1])).strip()  # not what only a longer answer asked for
+            correct.append(compared in (text.strip(), str(decode(answer)).strip()))
     return ExactAnswers(torch.tensor(correct), torch.tensor(first_token), wanted, generated)
 
 

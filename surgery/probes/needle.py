@@ -14,6 +14,7 @@ toolkit's plain sentences, and values start with two chosen digits (`pairs.leads
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Literal
@@ -60,11 +61,8 @@ def fill_with_sentences(
         drawn = [sentence(rng, split).text for _ in range(16)]
         hay += drawn
         room -= size(" ".join(drawn)) - size("")  # without BOS
-    low, high = 0, len(hay)  # `low` sentences fit; more than `high` do not
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if whole(hay[:middle]) <= length else (low, middle - 1)
-    return hay[:low]
+    fitting = bisect_right(range(1, len(hay) + 1), length, key=lambda number: whole(hay[:number]))
+    return hay[:fitting]
 
 
 class Needle(Probe):
@@ -127,15 +125,14 @@ def _haystack(
     writer: Writer, hay: Sequence[str], hidden: Sequence[tuple[str, str]], places: Sequence[float], before: str
 ) -> dict[tuple[str, str], tuple[Span, Span]]:
     """Write the sentences with the needles between them. Return the spans of each needle and its number."""
-    order = sorted(range(len(hidden)), key=lambda i: (round(places[i] * len(hay)), i))
-    spans, waiting, separator = {}, list(order), ""
+    spans, separator = {}, ""
     for line in range(len(hay) + 1):
-        while waiting and round(places[waiting[0]] * len(hay)) == line:
-            key, number = hidden[waiting.pop(0)]
-            writer.add(separator)
-            opening = f"One of the special magic numbers for {key} is:{before}"
-            spans[key, number] = writer.add_segment(opening, number, ".")
-            separator = " "
+        for place, (key, number) in zip(places, hidden, strict=True):
+            if round(place * len(hay)) == line:
+                writer.add(separator)
+                opening = f"One of the special magic numbers for {key} is:{before}"
+                spans[key, number] = writer.add_segment(opening, number, ".")
+                separator = " "
         if line < len(hay):
             writer.add(separator + hay[line])
             separator = " "

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from surgery.recipe.base import Base, Teacher
 from surgery.recipe.evaluate import Evaluate
-from surgery.recipe.section import Plugins, Positive, Section, Seed, one_message
+from surgery.recipe.section import HeadName, Plugins, Positive, Section, Seed, one_message
 from surgery.types import HeadId
 
 ARM_NAME = r"^[a-z0-9][a-z0-9_]{0,99}$"
@@ -31,9 +31,9 @@ class Change(Section):
 
     name: str = Field(pattern=ARM_NAME)
     """Name of the arm in tables and results."""
-    disable: tuple[str, ...] = Field((), examples=[["L17H24"]])
+    disable: tuple[HeadName, ...] = Field((), examples=[["L17H24"]])
     """Heads to ablate at every token, such as L17H24."""
-    keep: tuple[str, ...] = Field((), examples=[["L17H24"]])
+    keep: tuple[HeadName, ...] = Field((), examples=[["L17H24"]])
     """Heads to keep: all other heads in their layers are ablated. MLPs and other layers stay."""
     keep_in: tuple[Layer, ...] = Field((), examples=[[3]])
     """Layers in which all heads except those of `keep` are ablated. By default the layers of `keep`."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr
 
-from surgery.recipe.section import Positive, Section
-from surgery.types import HeadId
+from surgery.recipe.section import HeadName, Positive, Section
 
 
 class Checkpoint(Section):
@@ -62,12 +61,5 @@ def as_base(checkpoint: Checkpoint, field: str) -> Base:
 class Teacher(Checkpoint):
     """A Transformer whose attention is transplanted. Its hidden size must equal the base's."""
 
-    donors: dict[str, str] = Field({}, examples=[{"L17H3": "L17H24"}])
+    donors: dict[HeadName, HeadName] = Field({}, examples=[{"L17H3": "L17H24"}])
     """Teacher head for a head of the base, such as {L17H3: L17H24}. By default the same name."""
-
-    @field_validator("donors")
-    @classmethod
-    def _heads(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in (*value, *value.values()):
-            HeadId.parse(name)
-        return value

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from surgery.probes.pairs import num_values
+from surgery.types import HeadId
 
 Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
 Tokens = Annotated[int, Field(gt=0, le=10**15, strict=True)]  # of a whole stage
@@ -87,8 +88,15 @@ def _long_enough(groups: tuple[int, ...]) -> tuple[int, ...]:
     return groups
 
 
+def _is_head(name: str) -> str:
+    HeadId.parse(name)
+    return name
+
+
 T = TypeVar("T")
 OneOrMore = Annotated[tuple[T, ...], _OneAlone(str, Mapping)]  # of names or of sections
+
+HeadName = Annotated[str, AfterValidator(_is_head)]  # such as L1H2
 
 # `pairs` means one number in `locate`, a range in a source, and a list of sizes in `evaluate`. All accept one number.
 OnePairs = Annotated[Pairs, BeforeValidator(_one_number)]

@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from surgery.recipe.base import Teacher
 from surgery.recipe.locate import Select
-from surgery.recipe.section import OneOrMore, Positive, Section
+from surgery.recipe.section import HeadName, OneOrMore, Positive, Section
 from surgery.registry import NameOf, Registry
-from surgery.types import Form, HeadId, Mode, Unit
+from surgery.types import Form, Mode, Unit
 
 INSERTED_INITS = {"block": ("random",), "pair": ("random", "ssm")}  # values of `init` by `form`
 SIDE_CHANNELS = {"random": 64, "ssm": 128}  # default with `form: pair`, by `init`
@@ -44,7 +44,7 @@ class Splice(Section):
     another answer, and needs `patching` in `locate.methods`."""
     num_heads: Positive = 1
     """Number of heads to splice."""
-    heads: OneOrMore[str] = Field((), examples=[["L1H2"]])
+    heads: OneOrMore[HeadName] = Field((), examples=[["L1H2"]])
     """With `select: list`: names of the heads, such as L1H2."""
     mode: Mode = "add"
     """`add`: add attention to the SSM head. `replace`: use attention instead of the SSM head, which is silenced."""
@@ -126,8 +126,6 @@ class Splice(Section):
 
     @model_validator(mode="after")
     def _list_and_select(self) -> Splice:
-        for name in self.heads:
-            HeadId.parse(name)
         if len(set(self.heads)) < len(self.heads):
             raise ValueError(f"`heads` lists a head twice: {', '.join(self.heads)}. List each once")
         if (self.select == "list") != bool(self.heads):

@@ -316,15 +316,11 @@ def _from_hub(data: Data) -> Any:
 
 def _streamed(stream: Any, data: Data) -> Iterator[Row]:
     """Stream the rows of a Hub data set, numbered in stream order, since shards have no common numbering."""
-    rows = iter(stream)
-    for number in count(1):
-        try:
-            fields = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise _hub_error(data, error) from None
-        yield Row(f"{data.path} ({data.split}): row {number} of the stream", fields)
+    try:
+        for number, fields in enumerate(stream, 1):
+            yield Row(f"{data.path} ({data.split}): row {number} of the stream", fields)
+    except Exception as error:
+        raise _hub_error(data, error) from None
 
 
 def _hub_error(data: Data, error: Exception) -> DataError:

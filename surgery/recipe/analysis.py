@@ -121,7 +121,7 @@ class AnalysisRecipe(Section):
     @model_validator(mode="after")
     def _tasks_are_fixed(self) -> AnalysisRecipe:
         for name in ("tasks", "generate", "lm_eval", "efficiency", "read_twice"):
-            if getattr(self.evaluate, name) != getattr(Evaluate(), name):
+            if name in self.evaluate.changed:
                 raise ValueError(f"an analysis measures the accuracy of fixed tasks: remove `evaluate.{name}`")
         return self
 

@@ -88,22 +88,16 @@ class EvaluationTask(Section):
             "examples": self.probe.evaluation_set() is None,
             "name": self.probe.scoring != "perplexity",
         }
-        for name in self._changed():
+        for name in self.changed:
             if not accepted.get(name, name in options):
                 raise ValueError(f"{self.task} does not use `{name}`: remove it")
         if self.name != self.task and (self.name in PROBES or self.name in _KEYS_OF_ARMS):
             raise ValueError(f"`name: {self.name}` has another meaning in results. Use another name")
         return self
 
-    def _changed(self) -> dict[str, Any]:
-        """Fields that differ from their defaults."""
-        fields = type(self).model_fields
-        return {name: getattr(self, name) for name in fields if getattr(self, name) != fields[name].default}
-
     @model_serializer(mode="plain")
     def _short(self) -> str | dict[str, Any]:
-        changed = self._changed()
-        return changed if len(changed) > 1 else self.task
+        return self.changed if len(self.changed) > 1 else self.task
 
 
 DEFAULT_TASKS = tuple(

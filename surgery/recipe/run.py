@@ -137,12 +137,12 @@ class Recipe(Section):
                 "align": (bool(_ALIGNED & stage.needs), "an objective on a teacher's attention or hidden states"),
             }
             for key, (has, need) in needed.items():
-                if not has and getattr(stage, key) != type(stage).model_fields[key].default:
+                if not has and key in stage.changed:
                     found.append(f"{name}.{key} has no effect without {need}")
             optimizer = stage.optimizer
             if stage.distil.cache and "base.logits" in stage.needs and "teacher.logits" not in stage.needs:
                 found.append(f"{name}.distil.cache has no effect without a weight of `distil`")
-            if optimizer.schedule != "wsd" and optimizer.decay != type(optimizer).model_fields["decay"].default:
+            if optimizer.schedule != "wsd" and "decay" in optimizer.changed:
                 found.append(f"{name}.optimizer.decay has no effect without `schedule: wsd`")
             if optimizer.schedule == "constant" and optimizer.floor:
                 found.append(f"{name}.optimizer.floor has no effect with `schedule: constant`")

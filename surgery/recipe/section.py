@@ -160,6 +160,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Fields that differ from their defaults."""
+        fields = type(self).model_fields.items()
+        return {name: getattr(self, name) for name, field in fields if getattr(self, name) != field.default}
+
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         described = handler(schema)

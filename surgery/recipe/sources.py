@@ -288,7 +288,7 @@ class Source(Section):
             "train_eos": self.probe is not None and self.probe.newline_ends_answer,
         }
         for name in ("max_tokens", "pairs", "questions", "groups", "filler", "value_digits", "split", "train_eos"):
-            if getattr(self, name) != type(self).model_fields[name].default and not applies.get(name, name in options):
+            if name in self.changed and not applies.get(name, name in options):
                 hint = ", or set `data.end`" if name == "train_eos" and self.data is not None else ""
                 raise ValueError(f"{self.name} does not use `{name}`: remove it{hint}")
         if self.probe is not None:

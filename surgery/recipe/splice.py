@@ -132,7 +132,7 @@ class Splice(Section):
             raise ValueError(
                 "`heads` needs `select: list`" if self.heads else "`select: list` needs `heads`: list some"
             )
-        if self.heads and self.num_heads not in (type(self).model_fields["num_heads"].default, len(self.heads)):
+        if self.heads and "num_heads" in self.changed and self.num_heads != len(self.heads):
             raise ValueError(
                 f"`heads` lists {len(self.heads)}, but `num_heads` is {self.num_heads}: remove `num_heads`"
             )
@@ -143,7 +143,7 @@ class Splice(Section):
                 else f"`init: {self.init}` does not use `teacher`: remove it, or set `init: teacher`"
             )
         is_random = self.form == "head" and self.init == "random"
-        if self.random_width != type(self).model_fields["random_width"].default and not is_random:
+        if "random_width" in self.changed and not is_random:
             raise ValueError("`random_width` is for `form: head` with `init: random`: remove it")
         if self.min_width is not None and self.init != "ssm":
             hint = "set `random_width` instead" if self.init == "random" else "remove it, or set `init: ssm`"

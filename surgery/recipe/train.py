@@ -301,8 +301,7 @@ class Train(TrainStage):
     @model_validator(mode="after")
     def _one_or_several(self) -> Train:
         if self.stages:
-            fields = TrainStage.model_fields.items()
-            outside = sorted(name for name, field in fields if getattr(self, name) != field.default)
+            outside = sorted(self.changed.keys() & TrainStage.model_fields.keys())
             if outside:
                 raise ValueError(f"with `stages`, set {', '.join(outside)} in each stage instead of in `train`")
             if self.read_steps is not None:

@@ -104,7 +104,8 @@ def _field_at(kind: type[Section], place: Place) -> tuple[FieldInfo | None, type
 def null_at(kind: type[Section], place: Place) -> str:
     """Return `, or null` for a key that may be left out so."""
     field, _ = _field_at(kind, place)
-    return ", or null" if field is not None and type(None) in get_args(field.annotation) else ""
+    is_entry = isinstance(place[-1], int)  # of a list, which itself may be null
+    return ", or null" if field and not is_entry and type(None) in get_args(field.annotation) else ""
 
 
 def example_at(kind: type[Section], place: Place, value: Any) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
 from surgery.recipe.section import Section
@@ -29,12 +29,8 @@ def rates(parameters: int) -> tuple[float, float]:
     Returns:
         Both rates, with two significant digits.
     """
-    sizes = [math.log(size) for size, _, _ in RATES]
-    place = min(max(math.log(max(parameters, 1)), sizes[0]), sizes[-1])
-    right = next(i for i in range(1, len(sizes)) if place <= sizes[i])
-    share = (place - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
-    low, high = RATES[right - 1][1:], RATES[right][1:]
-    base, heads = (math.exp(math.log(a) + share * math.log(b / a)) for a, b in zip(low, high, strict=True))
+    sizes, *columns = np.log(RATES).T
+    base, heads = (np.exp(np.interp(np.log(max(parameters, 1)), sizes, column)) for column in columns)
     return float(f"{base:.1e}"), float(f"{heads:.1e}")
 
 

@@ -155,6 +155,7 @@ def test_null_is_named_where_a_number_may_be_left_out() -> None:
     assert refused("train.read_steps=0") == "train.read_steps: 0. It must be greater than 0, or null"
     assert refused("train.steps=x").endswith("It must be a valid integer, or null")
     assert refused("train.save_every=0") == "train.save_every: 0. It must be greater than 0"
+    assert not refused("evaluate.tasks=[{task: records, pairs: [1]}]").endswith("null")
 
 
 def test_overrides_reach_nested_keys_lists_and_absent_sections(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def _texts_under_fields(section: type[Section]) -> dict[str, str]:
     """As `use_attribute_docstrings` of pydantic, which would read the source of every section at every start."""
     try:
         (body,) = ast.parse(dedent(inspect.getsource(section))).body
-    except OSError:  # typed at a prompt
+    except (OSError, TypeError, SyntaxError):  # typed at a prompt
         return {}
     texts = {}
     for field, text in pairwise(getattr(body, "body", ())):

@@ -108,7 +108,7 @@ class AnalysisRecipe(Section):
     plugins: Plugins = ()
 
     @model_validator(mode="after")
-    def _names_differ(self) -> AnalysisRecipe:
+    def _parts_fit(self) -> AnalysisRecipe:
         names, kinds = [change.name for change in self.changes], [sweep.kind for sweep in self.sweeps]
         if not names + kinds:
             raise ValueError("an analysis needs a change: set `changes`, `sweeps` or both")
@@ -116,18 +116,9 @@ class AnalysisRecipe(Section):
             raise ValueError("every change needs a unique name other than `base`")
         if len(set(kinds)) < len(kinds):
             raise ValueError(f"`sweeps` lists a kind twice: {', '.join(kinds)}. List each once")
-        return self
-
-    @model_validator(mode="after")
-    def _tasks_are_fixed(self) -> AnalysisRecipe:
         for name in ("tasks", "generate", "lm_eval", "efficiency", "read_twice"):
             if name in self.evaluate.changed:
                 raise ValueError(f"an analysis measures the accuracy of fixed tasks: remove `evaluate.{name}`")
-        return self
-
-    @model_validator(mode="after")
-    def _parts_are_there(self) -> AnalysisRecipe:
-        kinds = [sweep.kind for sweep in self.sweeps]
         counts = [change.layers for change in self.changes] + [sweep.layers for sweep in self.sweeps]
         if "prune" not in kinds and "minimal" in counts:
             raise ValueError("`layers: minimal` needs the sweep `prune`: add it")

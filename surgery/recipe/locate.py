@@ -112,15 +112,18 @@ class Locate(Section):
             if method not in self.methods:
                 raise ValueError(f"`method_options` has options of {method}: add it to `methods`.")
         check_value_digits(self.pairs, self.value_digits)
-        return self
-
-    @model_validator(mode="after")
-    def _task_takes_these(self) -> Locate:
-        probe = PROBES[self.task]
-        probe.check_pairs(self.pairs)
+        self.probe.check_pairs(self.pairs)
         for name in ("filler", "value_digits"):
-            if getattr(self, name) is not None and name not in probe.options:
+            if getattr(self, name) is not None and name not in self.probe.options:
                 raise ValueError(f"{self.task} does not use `{name}`: remove it")
+        if self.data is None and self.generated:
+            raise ValueError("`generated` needs `data`. Without it all prompts are generated: set `examples`.")
+        if self.data is not None and self.data.columns.text is not None:
+            raise ValueError("`data` has plain text, which asks nothing. Use columns of prompts and answers.")
+        if self.data is not None and self.data.columns.answer_span is None:
+            raise ValueError(
+                "`data` needs the place of each answer. Set `data.columns.answer_span` to a column or `auto`."
+            )
         return self
 
     @property
@@ -138,18 +141,6 @@ class Locate(Section):
         return Options(
             pairs=pairs or self.pairs, filler=self.filler, value_digits=self.value_digits, tokenizer=tokenizer
         )
-
-    @model_validator(mode="after")
-    def _data_has_places(self) -> Locate:
-        if self.data is None and self.generated:
-            raise ValueError("`generated` needs `data`. Without it all prompts are generated: set `examples`.")
-        if self.data is not None and self.data.columns.text is not None:
-            raise ValueError("`data` has plain text, which asks nothing. Use columns of prompts and answers.")
-        if self.data is not None and self.data.columns.answer_span is None:
-            raise ValueError(
-                "`data` needs the place of each answer. Set `data.columns.answer_span` to a column or `auto`."
-            )
-        return self
 
     def options_of(self, method: str) -> Any:
         """Options of a method: those of the recipe, otherwise the defaults. None for a method without options."""

@@ -93,7 +93,7 @@ class PretrainRecipe(Section):
     plugins: Plugins = ()
 
     @model_validator(mode="after")
-    def _no_base(self) -> PretrainRecipe:
+    def _only_what_pretraining_does(self) -> PretrainRecipe:
         used = [(name, OBJECTIVES[name]) for name in self.train.objectives]
         unusable = [name for name, objective in used if objective.needs_splice or "base.logits" in objective.needs]
         if self.train.base_texts is not None:
@@ -103,10 +103,6 @@ class PretrainRecipe(Section):
                 f"Pretraining from scratch has no base model and no new heads: set {', '.join(unusable)} to 0, and "
                 "give `answer` or `lm` a weight"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _only_what_pretraining_does(self) -> PretrainRecipe:
         for stage in self.train.sequence:
             if stage.trainable != "all":
                 raise ValueError(f"Pretraining trains all weights. Remove `trainable: {stage.trainable}`")

@@ -12,7 +12,6 @@ from surgery.data.encoding import encode
 from surgery.errors import ProbeError
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.knowledge import facts, letter_choice
-from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.mqar import mqar_words, single_token_words
 from surgery.probes.needle import token_count
 from surgery.probes.phonebook import spaces
@@ -146,9 +145,6 @@ def test_what_cannot_be_made_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ProbeError, match=words):
             generated(task, **options)  # type: ignore[arg-type]
-    for pairs, questions in ((1, 1), (101, 1), (4, 5), (4, 0)):
-        with pytest.raises(ProbeError, match="Use "):
-            kv_document(rng_of(0), pairs, questions)
 
 
 def test_the_space_before_a_number_stands_where_the_tokenizer_has_it() -> None:

@@ -2,24 +2,18 @@
 
 A head contributes through its block of columns of `out_proj`. Ablation replaces the input of this block.
 
-Shape legend: B prompts, T tokens, I inner width (H heads of P), W variants folded into the batch, variant-major.
+Shape legend: B prompts, T tokens, I inner width of a mixer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from surgery.data.encoding import EncodedBatch
-from surgery.models.hooks import hooked, replace_heads
-from surgery.models.lookup import mixer_of, structure_of
-from surgery.types import Fill, MixerSpec, Where
+from surgery.types import Fill, Where
 
 
 @dataclass(frozen=True)
@@ -82,30 +76,3 @@ def fill_values(u_BTI: Tensor, batch: EncodedBatch, fill: Fill, owner_B: Tensor 
         takes_BT = real_BT.roll(-shift, 0) & ~is_filled_BT & (owner_B.roll(-shift) != owner_B)[:, None]
         other_BT, is_filled_BT = torch.where(takes_BT, row_B.roll(-shift)[:, None], other_BT), is_filled_BT | takes_BT
     return u_BTI.gather(0, other_BT[..., None].expand_as(u_BTI))
-
-
-@contextmanager
-def ablated(
-    model: PreTrainedModel,
-    specs: Sequence[MixerSpec],
-    heads: Mapping[str, Tensor],
-    tokens_BT: Tensor,
-    fills: Mapping[str, Tensor | None],
-) -> Iterator[None]:
-    """Ablate heads in the forward pass inside the context.
-
-    Args:
-        heads: by `MixerSpec.name`, (W,H) bool: heads to ablate in each variant.
-        tokens_BT: bool, tokens at which to ablate them.
-        fills: by `MixerSpec.name`, (B,T,I) from `fill_values`; None for zeros.
-
-    Raises:
-        ModelError: a mixer's `out_proj` was not called as a module.
-    """
-    with hooked(model, specs) as hooks:
-        for spec in specs:
-            if spec.name in heads:
-                out_proj = structure_of(spec).out_proj(mixer_of(model, spec))
-                change = partial(replace_heads, heads[spec.name], tokens_BT, fills.get(spec.name))
-                hooks.before(spec.layer, f"{spec.name} out_proj", out_proj, change)
-        yield

@@ -4,20 +4,20 @@
 below it do not run again. A change at the query alone needs one decode step from cached states, with all heads in one
 batch (docs/LOCATE.md).
 
-If a prompt's choices have several tokens, the changed model decodes them from its own states (`scoring/choices.py`). A
-head that is ablated everywhere is also ablated at these tokens. Other changes apply to the prompt only: at the tokens
-of the choices all heads run unchanged, on the states that the change produced.
+If a prompt's choices have several tokens, the changed model decodes them from its own states
+(`surgery.data.choice_scores`). A head that is ablated everywhere is also ablated at these tokens. Other changes apply
+to the prompt only: at the tokens of the choices all heads run unchanged, on the states that the change produced.
 
 Shape legend: B prompts, T tokens, W variants, L layers, H heads, P head width, R paths of all prompts.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 
 from surgery.data.choice_scores import completed
 from surgery.data.ranking import ChoiceScores
-from surgery.locate.ablation import Ablation, ablated, fill_values, token_mask
+from surgery.locate.ablation import Ablation, fill_values, token_mask
 from surgery.locate.clean_run import CleanPass, CleanRun, run_pass, scores_by_variant
 from surgery.models.cache import branched, copied_bytes
 from surgery.models.hooks import from_block, from_mixer, hooked
@@ -35,7 +35,6 @@ from surgery.models.oracle_read import OracleRead, intervene, mixed_at_query, va
 from surgery.models.shared_states import from_shared_states, reading
 from surgery.types import Fill, HeadId, MixerSpec, Reads
 
-T = TypeVar("T")
 READS: tuple[Reads, ...] = ("segment_end", "answer_token")
 
 
@@ -86,15 +85,42 @@ def run_changed(
     return scores_by_variant(all_logits, batch, paths)
 
 
-def _memory(model: PreTrainedModel) -> int:
-    """Bytes for one pass with folded variants. On a CPU, 32 MiB fit its caches and took half the time of 512 MiB."""
-    return 2**29 if model.device.type == "cuda" else 2**25
+def _by_lowest_mixer(
+    run: CleanRun,
+    sets: Sequence[Sequence[HeadId]],
+    bytes_each: Callable[[MixerSpec], int],
+    memory: int | None,
+    score: Callable[[MixerSpec, list[int]], list[ChoiceScores]],
+) -> list[ChoiceScores]:
+    """Score sets of heads that have their lowest mixer in common, and fit into memory, together.
+
+    Args:
+        bytes_each: bytes of one set, by its lowest mixer.
+        memory: bytes for the sets that are scored together, at least one. On a CPU, the default of 32 MiB fits its
+            caches and took half the time of 512 MiB.
+        score: function from the lowest mixer and indices of sets to their scores.
+    """
+    memory = memory or (2**29 if run.model.device.type == "cuda" else 2**25)
+    place = {spec.name: i for i, spec in enumerate(run.specs)}
+    lowest = [min((place[head.mixer] for head in heads), default=0) for heads in sets]
+    scores: dict[int, ChoiceScores] = {}
+    for index, spec in enumerate(run.specs):
+        from_here = [i for i, low in enumerate(lowest) if low == index]
+        size = max(1, memory // bytes_each(spec))
+        for chunk in (from_here[start : start + size] for start in range(0, len(from_here), size)):
+            scores |= dict(zip(chunk, score(spec, chunk), strict=True))
+    return [scores[i] for i in range(len(sets))]
 
 
-def _chunks(items: Sequence[T], bytes_each: int, memory: int) -> Iterator[Sequence[T]]:
-    """Split items into chunks that fit into memory, of at least one item."""
-    size = max(1, memory // bytes_each)
-    return (items[i : i + size] for i in range(0, len(items), size))
+def _masks(run: CleanRun, sets: Sequence[Sequence[HeadId]]) -> dict[str, Tensor]:
+    """By `MixerSpec.name`, (W,H) bool: the heads of each set."""
+    num_heads = {spec.name: spec.num_heads for spec in run.specs}
+    masks: dict[str, Tensor] = {}
+    for w, heads in enumerate(sets):
+        for head in heads:
+            none = torch.zeros(len(sets), num_heads[head.mixer], dtype=torch.bool, device=run.batch.input_ids.device)
+            masks.setdefault(head.mixer, none)[w, head.head] = True
+    return masks
 
 
 @torch.no_grad()
@@ -110,22 +136,18 @@ def ablate(
         ablation: by default zeros, everywhere.
         memory: bytes that the residual streams of one pass may take.
     """
-    ablation, memory = ablation or Ablation(), memory or _memory(run.model)
-    place = {spec.name: i for i, spec in enumerate(run.specs)}
-    lowest = [min(place[head.mixer] for head in heads) for heads in sets]
-    scores: dict[int, ChoiceScores] = {}
-    for index, spec in enumerate(run.specs):
+
+    def bytes_each(spec: MixerSpec) -> int:
         # A block's streams are several times wider than its output.
-        row = 64 * run.prompt.activations.output[spec.name][0].numel() + run.path_bytes
-        from_here = [i for i, low in enumerate(lowest) if low == index]
-        for chunk in _chunks(from_here, row * len(run.batch), memory):
-            group = [sets[i] for i in chunk]
-            share = 1 - spec.layer / run.model.config.num_hidden_layers
-            run.passes += len(group) * (len(run.batch) + run.path_passes) * share
-            change = partial(_ablated_above, run, spec, group, ablation)
-            changed = run_changed(run, run.prompt, len(group), change, lowest=spec.layer)
-            scores |= dict(zip(chunk, changed, strict=True))
-    return [scores[i] for i in range(len(sets))]
+        return (64 * run.prompt.activations.output[spec.name][0].numel() + run.path_bytes) * len(run.batch)
+
+    def score(spec: MixerSpec, chunk: list[int]) -> list[ChoiceScores]:
+        share = 1 - spec.layer / run.model.config.num_hidden_layers
+        run.passes += len(chunk) * (len(run.batch) + run.path_passes) * share
+        change = partial(_ablated_above, run, spec, [sets[i] for i in chunk], ablation or Ablation())
+        return run_changed(run, run.prompt, len(chunk), change, lowest=spec.layer)
+
+    return _by_lowest_mixer(run, sets, bytes_each, memory, score)
 
 
 @contextmanager
@@ -187,18 +209,12 @@ def ablated_while_running(
     run: CleanRun, part: CleanPass, sets: Sequence[Sequence[HeadId]], ablation: Ablation
 ) -> AbstractContextManager[None]:
     """Ablate one set of heads in each variant of a pass, at the input of `out_proj`."""
-    num_heads = {spec.name: spec.num_heads for spec in run.specs}
-    masks: dict[str, Tensor] = {}
-    for w, heads in enumerate(sets):
-        for head in heads:
-            shape, device = (len(sets), num_heads[head.mixer]), run.batch.input_ids.device
-            mask = masks.setdefault(head.mixer, torch.zeros(shape, dtype=torch.bool, device=device))
-            mask[w, head.head] = True
+    masks, u = _masks(run, sets), part.activations.heads
     if not masks:
         return nullcontext()
-    u = part.activations.heads
     fills = {name: fill_values(u[name], part.batch, ablation.fill, part.owner) for name in masks}
-    return ablated(run.model, run.specs, masks, ablated_tokens(run, part, ablation), fills)
+    tokens_BT = ablated_tokens(run, part, ablation)
+    return intervene(run.model, run.specs, masks, {}, fills=fills, tokens_BT=tokens_BT)
 
 
 @torch.no_grad()
@@ -217,21 +233,18 @@ def change_at_query(
         memory: bytes that the tensors of one step may take.
         fills: by `MixerSpec.name`, (B,I) values that replace the outputs of ablated heads. By default zeros.
     """
-    place = {spec.name: i for i, spec in enumerate(run.specs)}
-    lowest = [min((place[h.mixer] for h in (*v.ablate, *(h for h, _ in v.oracle))), default=0) for v in variants]
     reads = reading(run.specs) if run.paths is None else ()
     # The copied states with what one step makes of them, and the streams of a block.
     streams = 64 * run.prompt.activations.output[run.specs[0].name][0, 0].numel() + run.path_bytes
     row = 4 * copied_bytes(run.before_query, {spec.layer for spec in reads}) + streams * len(run.batch)
-    values: dict[tuple[str, Reads], Tensor] = {}
-    scores: dict[int, ChoiceScores] = {}
-    for index, spec in enumerate(run.specs):
-        from_here = [i for i, low in enumerate(lowest) if low == index]
-        for chunk in _chunks(from_here, row, memory or _memory(run.model)):
-            change, cache = _change_from(run, spec, [variants[i] for i in chunk], reads, values, fills)
-            changed = run_changed(run, run.query, len(chunk), change, cache, spec.layer)
-            scores |= dict(zip(chunk, changed, strict=True))
-    return [scores[i] for i in range(len(variants))]
+    values = functools.cache(partial(oracle_values, run))
+
+    def score(spec: MixerSpec, chunk: list[int]) -> list[ChoiceScores]:
+        change, states = _change_from(run, spec, [variants[i] for i in chunk], reads, values, fills)
+        return run_changed(run, run.query, len(chunk), change, states, spec.layer)
+
+    changed = [(*variant.ablate, *(head for head, _ in variant.oracle)) for variant in variants]
+    return _by_lowest_mixer(run, changed, lambda _: row, memory, score)
 
 
 def _change_from(
@@ -239,7 +252,7 @@ def _change_from(
     lowest: MixerSpec,
     group: Sequence[Variant],
     reads: Sequence[MixerSpec],
-    values: dict[tuple[str, Reads], Tensor],
+    values: Callable[[MixerSpec, Reads], Tensor],
     fills: Mapping[str, Tensor] | None,
 ) -> tuple[Callable[[CleanPass], AbstractContextManager[None]], Cache]:
     """Prepare variants from the block of their lowest mixer up: the change of a pass, and the states before it.
@@ -284,27 +297,18 @@ def _from_block_changed(
 
 
 def changes_by_mixer(
-    run: CleanRun, variants: Sequence[Variant], values: dict[tuple[str, Reads], Tensor] | None = None
+    run: CleanRun, variants: Sequence[Variant], values: Callable[[MixerSpec, Reads], Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, OracleRead]]:
-    """Arrange variants by mixer, for `intervene`. `values`: cache of `oracle_values`, to which new ones are added."""
-    specs, values = {spec.name: spec for spec in run.specs}, {} if values is None else values
-    W, B, device = len(variants), len(run.batch), run.batch.input_ids.device
-    masks: dict[str, Tensor] = {}
+    """Arrange variants by mixer, for `intervene`. `values` are those of `oracle_values`, which may be cached."""
+    specs, values = {spec.name: spec for spec in run.specs}, values or partial(oracle_values, run)
     reads: dict[str, OracleRead] = {}
+    for name, heads_WH in _masks(run, [[head for head, _ in variant.oracle] for variant in variants]).items():
+        shape = (len(variants), len(run.batch), *heads_WH.shape[1:], specs[name].head_dim)
+        reads[name] = OracleRead(heads_WH, torch.zeros(shape, device=heads_WH.device))
     for w, variant in enumerate(variants):
-        for head in variant.ablate:
-            off = torch.zeros(W, specs[head.mixer].num_heads, dtype=torch.bool, device=device)
-            masks.setdefault(head.mixer, off)[w, head.head] = True
         for head, position in variant.oracle:
-            spec, key = specs[head.mixer], (head.mixer, position)
-            if key not in values:
-                values[key] = oracle_values(run, spec, position)
-            if head.mixer not in reads:
-                is_read = torch.zeros(W, spec.num_heads, dtype=torch.bool, device=device)
-                reads[head.mixer] = OracleRead(is_read, torch.zeros(W, B, spec.num_heads, spec.head_dim, device=device))
-            reads[head.mixer].heads[w, head.head] = True
-            reads[head.mixer].value[w, :, head.head] = values[key][:, head.head]
-    return masks, reads
+            reads[head.mixer].value[w, :, head.head] = values(specs[head.mixer], position)[:, head.head]
+    return _masks(run, [variant.ablate for variant in variants]), reads
 
 
 @torch.no_grad()

@@ -87,17 +87,13 @@ class CleanRun:
         return 0.0 if self.paths is None else self.paths.ids.numel() / self.batch.input_ids.shape[1]
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes of the states and keys of one prompt."""
-        return copied_bytes(self.before_query) // len(self.batch)
-
-    @property
     def path_bytes(self) -> int:
         """Bytes to decode the paths of one prompt: the states at its end, and those of the paths."""
         if self.paths is None:
             return 0
-        row = 2 * self.cache_bytes + 8 * int(self.model.config.vocab_size)
-        return self.cache_bytes + row * -(-len(self.paths) // len(self.batch))
+        states = copied_bytes(self.before_query) // len(self.batch)
+        row = 2 * states + 8 * int(self.model.config.vocab_size)
+        return states + row * -(-len(self.paths) // len(self.batch))
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.stats import bootstrap_mean, wilson
-from surgery.types import HeadSet, MixerSpec, ScoredGroup, ScoredHead, better_read
+from surgery.types import HeadSet, Interval, MixerSpec, ScoredGroup, ScoredHead, better_read
 
 Progress = Callable[[int, int], None]
 
@@ -106,11 +106,9 @@ def locate_heads(
         heads, groups = _scored(table, specs, section.layers, seed)
         ranked = rank(heads, ranking_of(splice, section))
         chosen = choose(ranked, sites, splice, section, seed, partial(measure_gains, prompts, tick))
-    right, margin = table.clean_correct(), table.clean_margin()
-    accuracy = wilson(int(right.sum()), len(right))
-    clean = {"accuracy": accuracy, "margin": bootstrap_mean(margin[None], seed)[0]}
+    clean = {"accuracy": accuracy_of(table), "margin": bootstrap_mean(table.clean[:1], seed)[0]}
     seconds = time.perf_counter() - began
-    cost = {"seconds": seconds, "prompts": float(len(right)), "passes": prompts.passes}
+    cost = {"seconds": seconds, "prompts": float(clean["accuracy"].n), "passes": prompts.passes}
     cost["peak_bytes"] = peak_bytes(model.device)
     geometry = geometry_of(model.config)
     return HeadSet(name, revision, geometry, ranked, chosen, splice.select, seed, clean, tuple(groups), cost)
@@ -189,10 +187,15 @@ def measure_gains(
     return margins[1:] - margins[0]
 
 
+def accuracy_of(table: Table) -> Interval:
+    """Accuracy of the clean model."""
+    right = table.clean[1]
+    return wilson(int(right.sum()), len(right))
+
+
 def check_clean(table: Table, section: Locate, chance: float) -> None:
     """Raise ProbeError if the base is at chance or at ceiling."""
-    right = table.clean_correct()
-    accuracy = wilson(int(right.sum()), len(right))
+    accuracy = accuracy_of(table)
     field, what, harder = "locate.pairs", str(section.pairs), "Set more pairs."
     fewer = "Set fewer pairs, or run `surgery init MODEL`, which tries formats and numbers of pairs."
     easier = fewer if section.pairs > _FEW_PAIRS else _WAYS_ON
@@ -203,7 +206,7 @@ def check_clean(table: Table, section: Locate, chance: float) -> None:
             "Use questions that it answers.",
             "Use harder questions.",
         )
-    value = f"{what} (clean accuracy {accuracy.value:.2f} of {len(right)} prompts)"
+    value = f"{what} (clean accuracy {accuracy.value:.2f} of {accuracy.n} prompts)"
     if accuracy.low <= chance:
         raise ProbeError(field, value, f"The base is at chance, so all heads look alike. {easier}")
     if accuracy.value > 0.99:
@@ -214,7 +217,7 @@ def check_moved(table: Table, select: str) -> None:
     """Raise ModelError if ablating heads changed no margin, or patching if it is to choose heads."""
     columns = [name for name in table.columns if name in ("query", "ablation", "context")][:1]
     for column in [*columns, "patching"] if select == "patching" else columns:
-        if float(np.nanmax(np.abs(table.margin(column) - table.clean_margin()))) < ROUNDING:
+        if float(np.nanmax(np.abs(table.effect(column)))) < ROUNDING:
             hint = "Ablating heads changes no logit: their outputs are all zero, or a kernel bypasses the hooks."
             if column == "patching":
                 hint = "No head's output at the query depends on the answer in the prompt. Set splice.select: random."

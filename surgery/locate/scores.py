@@ -46,54 +46,25 @@ def plain(scores: ChoiceScores) -> Array:
 
 
 class Table:
-    """Records of all batches, in the order of the batches."""
+    """Records of all batches, in the order of the batches.
+
+    Attributes:
+        clean: (3,N), as in `Record`.
+        columns: by column, (C,3,N), the same for the changed models; NaN where an item was not measured.
+        estimates: by column, (C,N).
+    """
 
     def __init__(self, records: Sequence[Record]) -> None:
-        self._records = sorted(records, key=lambda record: record.index)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that score changed models by margin and accuracy."""
-        return tuple(self._records[0].columns)
-
-    @property
-    def estimates(self) -> tuple[str, ...]:
-        """Columns of estimates, each in its own unit."""
-        return tuple(self._records[0].estimates)
-
-    def clean_margin(self) -> Array:
-        """(N,) margins of the clean model, in logits."""
-        return np.concatenate([r.clean[0] for r in self._records])
-
-    def clean_correct(self) -> NDArray[np.bool_]:
-        """(N,) True if the clean model is right."""
-        return np.concatenate([r.clean[1] for r in self._records]) > 0
-
-    def margin(self, column: str) -> Array:
-        """(C,N) margins of the changed models, in logits."""
-        return np.concatenate([r.columns[column][:, 0] for r in self._records], axis=1)
-
-    def correct(self, column: str) -> Array:
-        """(C,N) 1 if the changed model is right, 0 if it is wrong, NaN if it was not measured."""
-        return np.concatenate([r.columns[column][:, 1] for r in self._records], axis=1)
-
-    def clean_lead(self) -> Array:
-        """(N,) leads of the clean model, in logits."""
-        return np.concatenate([r.clean[2] for r in self._records])
-
-    def lead(self, column: str) -> Array:
-        """(C,N) leads of the changed models, in logits."""
-        return np.concatenate([r.columns[column][:, 2] for r in self._records], axis=1)
-
-    def estimate(self, column: str) -> Array:
-        """(C,N) estimates, in the column's own unit."""
-        return np.concatenate([r.estimates[column] for r in self._records], axis=1)
+        records = sorted(records, key=lambda record: record.index)
+        self.clean = np.concatenate([r.clean for r in records], -1)
+        self.columns = {c: np.concatenate([r.columns[c] for r in records], -1) for c in records[0].columns}
+        self.estimates = {c: np.concatenate([r.estimates[c] for r in records], -1) for c in records[0].estimates}
 
     def effect(self, column: str) -> Array:
         """(C,N) effect of each item, larger for more important ones: margin lost or gained, or the estimate."""
         if column in self.estimates:
-            return self.estimate(column)
-        return sign_of(column) * (self.margin(column) - self.clean_margin())
+            return self.estimates[column]
+        return sign_of(column) * (self.columns[column][:, 0] - self.clean[0])
 
 
 def sign_of(column: str) -> int:
@@ -115,13 +86,12 @@ def intervals(values_CN: Array, seed: int) -> list[Interval]:
 
 def scores_of(table: Table, seed: int) -> dict[str, list[Interval]]:
     """By column, an interval for each item: margins in logits, each followed by `COLUMN_accuracy`; then estimates."""
-    right = table.clean_correct()
     scores: dict[str, list[Interval]] = {}
-    for column in table.columns:
+    for column, values in table.columns.items():
         scores[column] = intervals(table.effect(column), seed)
-        scores[f"{column}_accuracy"] = intervals(sign_of(column) * (table.correct(column) - right), seed)
+        scores[f"{column}_accuracy"] = intervals(sign_of(column) * (values[:, 1] - table.clean[1]), seed)
     for column in table.estimates:
-        scores[column] = intervals(table.estimate(column), seed)
+        scores[column] = intervals(table.effect(column), seed)
     return scores
 
 
@@ -135,10 +105,10 @@ def roles_of(table: Table, heads: int) -> list[Role]:
     neither position was measured or there is a single prompt. `heads` is their number; they are the first items.
     """
     roles: dict[str, Role] = {"context": "gather", "query": "aggregate"}
-    by_role = {role: table.lead(column)[:heads] for column, role in roles.items() if column in table.columns}
+    by_role = {roles[c]: values[:heads, 2] for c, values in table.columns.items() if c in roles}
     if not by_role:
         return ["unmeasured"] * heads
-    most = (1 - _SHARE) * table.clean_lead()
+    most = (1 - _SHARE) * table.clean[2]
     p_values = np.stack([means_are_positive(most - lead) for lead in by_role.values()])
     rejected = np.reshape(holm(np.nan_to_num(p_values, nan=1.0).ravel().tolist()), p_values.shape)
 

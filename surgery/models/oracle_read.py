@@ -41,16 +41,19 @@ def intervene(
     ablate: Mapping[str, Tensor],
     reads: Mapping[str, OracleRead],
     conv_states: Mapping[str, Tensor] | None = None,
-    fills: Mapping[str, Tensor] | None = None,
+    fills: Mapping[str, Tensor | None] | None = None,
+    tokens_BT: Tensor | None = None,
 ) -> Iterator[None]:
-    """Change heads at the last token of the forward pass inside the context, variants folded into the batch.
+    """Change heads in the forward pass inside the context, variants folded into the batch.
 
     Args:
         ablate: by `MixerSpec.name`, (W,H) bool: heads to ablate at the input of `out_proj`.
-        reads: by `MixerSpec.name`, oracle reads. The skip stays.
+        reads: by `MixerSpec.name`, oracle reads at the last token. The skip stays.
         conv_states: by `MixerSpec.name`, (W*B,channels,kernel) state of the convolution before this token, or the
             (B,channels,kernel) that all variants share. Required when decoding.
-        fills: by `MixerSpec.name`, (B,I) values that replace the outputs of ablated heads. By default zeros.
+        fills: by `MixerSpec.name`, values that replace the outputs of ablated heads, (B,T,I), or (B,I) for all tokens
+            alike. By default zeros.
+        tokens_BT: bool, tokens at which to ablate heads; None for the last one.
 
     Raises:
         ModelError: a hook never fired.
@@ -68,8 +71,10 @@ def intervene(
                 hooks.before(layer, f"{name} scan", structure.scan_reader(mixer), change)
             if name in ablate:
                 out_proj = structure.out_proj(mixer)
-                fill = None if fills is None or name not in fills else fills[name][:, None]
-                hooks.before(layer, f"{name} out_proj", out_proj, partial(replace_heads, ablate[name], None, fill))
+                fill = (fills or {}).get(name)
+                fill = fill[:, None] if fill is not None and fill.ndim == 2 else fill
+                change = partial(replace_heads, ablate[name], tokens_BT, fill)
+                hooks.before(layer, f"{name} out_proj", out_proj, change)
         yield
 
 

@@ -214,12 +214,8 @@ class TestLocate:
                 locate_heads(model, pico_tokenizer(), section, splice)
 
     def test_a_base_at_ceiling_is_refused(self) -> None:
-        class Table:
-            def clean_correct(self) -> Any:
-                return np.ones(10)
-
         with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at ceiling.*more"):
-            locating.check_clean(Table(), PROMPTS, 0.25)
+            locating.check_clean(Table([Record(0, np.ones((3, 10)))]), PROMPTS, 0.25)
 
     @each("select", ["sharpen", "ablation", "gather"])
     def test_what_was_not_measured_does_not_choose(self, select: Any) -> None:

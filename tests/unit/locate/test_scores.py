@@ -18,9 +18,8 @@ def record(index: int, margins: list[float]) -> Record:
 
 def test_batches_are_put_in_order_whoever_measured_them() -> None:
     table = Table([record(1, [3.0]), record(0, [1.0, -2.0])])
-    assert table.clean_margin().tolist() == [1.0, -2.0, 3.0]
-    assert table.clean_correct().tolist() == [True, False, True]
-    assert table.margin("query")[0].tolist() == [0.0, -3.0, 2.0]
+    assert table.clean[:2].tolist() == [[1.0, -2.0, 3.0], [1.0, 0.0, 1.0]]
+    assert table.columns["query"][0, 0].tolist() == [0.0, -3.0, 2.0]
 
 
 def test_losses_and_gains_have_their_signs() -> None:

@@ -18,19 +18,15 @@ from surgery.files.ownership import check_replaceable, mark
 from surgery.models import mamba_ssm_format
 from surgery.models.config_checks import CONFIG_HINT, quantization_of
 from surgery.models.inserted import has_inserted, portable_config
-from surgery.models.loading import SLOW_TOKENIZER, open_checkpoint
+from surgery.models.loading import open_checkpoint
 from surgery.models.runtime import stays_in_fp32
-from surgery.models.stored import StoredModel, names_in
+from surgery.models.stored import SLOW_TOKENIZER, TOKENIZER, StoredModel
 from surgery.models.tensor_faults import checked_model
 from surgery.models.tensor_files import check_small, write_shards
 from surgery.recipe import Base
 
 DTYPES = ("float32", "bfloat16", "float16")
 _IN_FP32 = ("A_log", "dt_bias", "D")  # kept in fp32, as in the exported classes
-_OTHER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Converted:
 
     tensors: int
     shards: int
-    tokenizer: bool = True
+    tokenizer: bool
 
 
 def convert(base: Base, folder: Path, dtype: str | None = None, overwrite: bool = False) -> Converted:
@@ -91,16 +87,13 @@ def _convert(source: StoredModel, folder: Path, dtype: str | None) -> Converted:
             model.config.dtype = dtype_of("", tensors[mamba_ssm_format.TIED[0]].dtype)
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(new)  # with the modelling files, if transformers has no such class
-        more = () if source.folder is None else names_in(source.folder, SLOW_TOKENIZER)
-        copied = []
-        for name in dict.fromkeys((*_OTHER_FILES, *more)):
-            file = source.find(name)
-            if file is not None:
-                check_small(file, str(file))
-                shutil.copyfile(file, new / name)
-                copied.append(name)
+        others = source.files((*TOKENIZER, *SLOW_TOKENIZER, "generation_config.json"))
+        for file in others:
+            check_small(file, str(file))
+            shutil.copyfile(file, new / file.name)
         mark(new, "model")
-    return Converted(len(tensors), shards, bool({*copied} - {"generation_config.json", "chat_template.jinja"}))
+    has_tokenizer = bool({file.name for file in others} - {"generation_config.json", "chat_template.jinja"})
+    return Converted(len(tensors), shards, has_tokenizer)
 
 
 def class_on_hub(name: Any, model: str) -> Any:

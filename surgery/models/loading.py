@@ -48,7 +48,7 @@ from surgery.models.config_checks import (
 from surgery.models.inserted import as_inserted, has_inserted
 from surgery.models.lookup import find_family, unknown_type
 from surgery.models.sizes import meta_model
-from surgery.models.stored import StoredModel, names_in, without_config
+from surgery.models.stored import SLOW_TOKENIZER, TOKENIZER, StoredModel, names_in, without_config
 from surgery.models.tensor_faults import agreed_tensors, check_quantization, refuse_faults, refuse_not_finite
 from surgery.models.tensor_files import WEIGHTS
 from surgery.models.torch_scans import choose_by_device
@@ -59,8 +59,6 @@ from surgery.registry import load_plugins
 
 T = TypeVar("T")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
-_TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-SLOW_TOKENIZER = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
 def _loader(load: Callable[[Base], T]) -> Callable[[Base | str | Path], T]:
@@ -263,9 +261,10 @@ def _of_run(base: Base) -> Base:
 
 @_loader
 def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
-    """Load the tokenizer from `base.tokenizer`, or from the model. Sets a padding token if it has none.
+    """Load the tokenizer from `base.tokenizer`, or from the model.
 
-    For a model in the folder of a run, such as `runs/NAME/trained`, it is the run's.
+    For a model in the folder of a run, such as `runs/NAME/trained`, it is the run's. A tokenizer without a padding
+    token gets its end token as one, or else another special token.
 
     Raises:
         ModelError: there is no tokenizer, or it is not a fast one (probes need character offsets).
@@ -289,11 +288,10 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
             open_checkpoint(base)
         with reading("base.tokenizer", f"{source}, config.json", CONFIG_HINT):
             check_sizes(tensor_files.read_json(Path(name) / "config.json", "base.tokenizer"))
-    for pattern in _tokenizer_files(Path(name)):
-        for file in Path(name).glob(pattern):
-            tensor_files.check_small(file, "base.tokenizer")
-            if file.suffix == ".json" and file.name != "tokenizer.json":
-                _check_keys(file)
+    for file in _tokenizer_files(Path(name)):
+        tensor_files.check_small(file, "base.tokenizer")
+        if file.suffix == ".json" and file.name != "tokenizer.json":
+            _check_keys(file)
     hint = "Its tokenizer files are damaged. Download them again."
     if is_hub_id(name):
         hint = "There is no such folder, and no such tokenizer on the Hub, or the Hub cannot be reached."
@@ -305,8 +303,8 @@ def load_tokenizer(base: Base) -> PreTrainedTokenizerBase:
     if not tokenizer.is_fast:
         hint = "It is not a fast tokenizer, and probes need character offsets. Use one with a tokenizer.json."
         raise ModelError("base.tokenizer", source, hint)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:  # any special token does, since padding is masked
+        tokenizer.pad_token = tokenizer.eos_token or next(iter(tokenizer.all_special_tokens), None)
     return tokenizer
 
 
@@ -325,16 +323,14 @@ def revision_of(base: Base) -> str:
     folder = Path(local_path(base.model))
     if folder.is_dir():
         code = ("*.py",) if base.trust_remote_code else ()
-        revision = _digest(folder, "config.json", *WEIGHTS, *code)[:16]
+        weights = (file for pattern in ("config.json", *WEIGHTS, *code) for file in folder.glob(pattern))
+        revision = digest(*sorted((*_tokenizer_files(folder), *weights)))[:16]
     else:
         revision = open_checkpoint(base).revision or ""
     tokenizer = Path(local_path(base.tokenizer)) if base.tokenizer is not None else None
-    return f"{revision}+{_digest(tokenizer)[:8]}" if tokenizer is not None and tokenizer.is_dir() else revision
-
-
-def _digest(folder: Path, *patterns: str) -> str:
-    """Return the hash of the files of a tokenizer and of more patterns."""
-    return digest(*sorted(file for pattern in (*_tokenizer_files(folder), *patterns) for file in folder.glob(pattern)))
+    if tokenizer is None or not tokenizer.is_dir():
+        return revision
+    return f"{revision}+{digest(*_tokenizer_files(tokenizer))[:8]}"
 
 
 def _check_keys(file: Path) -> None:
@@ -348,6 +344,7 @@ def _check_keys(file: Path) -> None:
         raise ModelError("base.tokenizer", str(file), "A key holds a control character. Download the file again.")
 
 
-def _tokenizer_files(folder: Path) -> tuple[str, ...]:
-    """Patterns of the files that a tokenizer is loaded from. Without tokenizer.json it is made from others."""
-    return _TOKENIZER if (folder / "tokenizer.json").is_file() else (*_TOKENIZER, *SLOW_TOKENIZER)
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """List the files that a tokenizer is loaded from."""
+    patterns = TOKENIZER if (folder / "tokenizer.json").is_file() else (*TOKENIZER, *SLOW_TOKENIZER)
+    return sorted(file for pattern in patterns for file in folder.glob(pattern))

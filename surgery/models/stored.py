@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedConfig
 
 from surgery.errors import ModelError, reading
 from surgery.models import mamba_ssm_format, tensor_files
 
+# Patterns of the files of a tokenizer. Without tokenizer.json, a fast one is made from those of a slow one.
+TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+SLOW_TOKENIZER = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
 _MERGE = "AutoPeftModelForCausalLM.from_pretrained({where!r}).merge_and_unload().save_pretrained(FOLDER)"
 _DCP = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {where} {where}/pytorch_model.bin"
 _TENSORS = "Write its tensors by name to pytorch_model.bin (torch.save), and config.json beside them."
@@ -126,6 +129,13 @@ class StoredModel:
             return Path(hf_hub_download(self.model, name, revision=self.revision))
         except EntryNotFoundError:
             return None
+
+    def files(self, patterns: Sequence[str]) -> list[Path]:
+        """Return the local paths of all files that match a pattern. They are downloaded if necessary."""
+        folder = self.folder
+        if folder is None:
+            folder = Path(snapshot_download(self.model, revision=self.revision, allow_patterns=list(patterns)))
+        return [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
 
     def refuse_adapter(self) -> None:
         """Raise ModelError for an adapter in the model's folder, which transformers would apply."""

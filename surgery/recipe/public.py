@@ -35,11 +35,11 @@ def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
     """
     model = local_path(model)
     address = _ADDRESS.fullmatch(model)
-    if address and any(address[part] for part in ("host", "rest")) and not Path(model).exists():
+    if address and any(address[part] for part in ("host", "rest")) and not os.path.exists(model):
         at = f"@{address['revision']}" if address["revision"] not in (None, "main") else ""
         raise ModelError("base.model", model, f"It is an address. Use the id in it: {address['id']}{at}.")
     name, at, written = model.partition("@")
-    if not at or Path(model).exists() or not is_hub_id(name):
+    if not at or os.path.exists(model) or not is_hub_id(name):
         return model, revision
     if not written:
         raise ModelError("base.model", model, "The revision after the @ is empty. Use repo@revision.")
@@ -51,7 +51,7 @@ def source_of(model: str, revision: str | None) -> tuple[str, str | None]:
 def is_hub_id(model: str) -> bool:
     """Whether a model is `owner/name` on the Hub rather than a local path."""
     model = local_path(model)
-    return not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "~", "/"))
+    return not os.path.exists(model) and model.count("/") == 1 and not model.startswith((".", "~", "/"))
 
 
 def public_name(model: str) -> str:

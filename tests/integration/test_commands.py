@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import constants
 
 from surgery.errors import ModelError
+from surgery.models.convert import convert
 from surgery.models.loading import load_model, revision_of
 from surgery.recipe import Base
 from tests.integration.conftest import BASE, EXPORT, PICO_MAMBA2, RECIPE, ROOT, SMALL, ran, refused, surgery, with_path
@@ -149,6 +150,10 @@ def test_ids_of_the_hub_come_from_its_cache_when_offline(tmp_path: Path, monkeyp
         with torch.no_grad():
             found, expected = (m(torch.arange(9)[None]).logits for m in (loaded, model))
         torch.testing.assert_close(found, expected)
+    for name in ("tokenizer.json", "added_tokens.json", "spiece.model", "chat_template.jinja"):
+        (tmp_path / "a" / name).write_text("{}")
+    assert convert(Base(model="org/tiny"), tmp_path / "new").tokenizer
+    assert {"added_tokens.json", "spiece.model", "chat_template.jinja"} < {p.name for p in (tmp_path / "new").iterdir()}
     for name, said in (("org/tiny@v2", "org/tiny"), ("org/other", "org/other")):
         with pytest.raises(ModelError, match=said):
             load_model(Base(model=name))

@@ -186,6 +186,13 @@ def test_a_tokenizer_beside_the_model_and_none(tmp_path: Path) -> None:
     for file in BASE.glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
     assert load_tokenizer(folder)("a 7")["input_ids"] == load_tokenizer(base_of(BASE))("a 7")["input_ids"]
+    bare = json.loads((folder / "tokenizer_config.json").read_text())
+    for names, padding in ((("unk_token",), bare["eos_token"]), ((), None)):
+        chosen = dict.fromkeys(names, bare["eos_token"])
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **chosen})
+        )
+        assert load_tokenizer(folder).pad_token == padding
     parts = tmp_path / "parts"
     pico_base().save_pretrained(parts)
     pico_tokenizer().backend_tokenizer.model.save(str(parts))  # vocab.json and merges.txt alone
@@ -214,6 +221,7 @@ def test_a_revision_may_follow_the_id_and_an_address_is_no_id() -> None:
     ):
         with pytest.raises(ModelError, match=says):
             source_of(model, revision)
+    assert_refused(Path("a/" + "b" * 5000), "base.model", load=load_config)
     assert_refused(BASE, "base.revision: v2", "which has none", load=load_config, revision="v2")
 
 

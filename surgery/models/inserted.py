@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, NotRequired
 
@@ -248,30 +249,26 @@ class InsertedModel(HybridModelMixin, NemotronHModel):
         """As Nemotron-H's own forward; `splice_queries` collects the attention rows of the inserted blocks."""
         if splice_queries is None:
             return super().forward(*args, **kwargs)
-        projected: dict[str, Tensor] = {}
-        handles = []
+        mixers = {layer: self.layers[layer].mixer for layer in attention_layers(self.config)}
+        projected: dict[nn.Module, Tensor] = {}
+
+        def record(projection: nn.Module, _: Any, output: Tensor) -> None:
+            projected.setdefault(projection, output)
+
         # Queries and keys are recorded inside the blocks and compared outside: gradient checkpointing runs a block
         # again, and its second run must save the same tensors.
-        for layer in attention_layers(self.config):
-            mixer = self.layers[layer].mixer
-            for name in ("q_proj", "k_proj"):
-
-                def record(_: nn.Module, __: Any, output: Tensor, key: str = f"{layer}.{name}") -> None:
-                    projected.setdefault(key, output)
-
-                handles.append(getattr(mixer, name).register_forward_hook(record))
-        try:
+        with ExitStack() as hooks:
+            for mixer in mixers.values():
+                for projection in (mixer.q_proj, mixer.k_proj):
+                    hooks.callback(projection.register_forward_hook(record).remove)
             output = super().forward(*args, splice_queries=splice_queries, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
         for entry in inserted_entries(self.config):
             layer = entry["layers"][-1]
-            mixer = self.layers[layer].mixer
+            mixer = mixers[layer]
             heads = head_slots(len(entry["heads"]), mixer)
             query, key = (
-                projected[f"{layer}.{name}"].unflatten(-1, (-1, mixer.head_dim)).transpose(1, 2)
-                for name in ("q_proj", "k_proj")
+                projected[projection].unflatten(-1, (-1, mixer.head_dim)).transpose(1, 2)
+                for projection in (mixer.q_proj, mixer.k_proj)
             )
             key = key.repeat_interleave(mixer.num_key_value_groups, dim=1)[:, heads]
             splice_queries.collect(layer, query[:, heads] * mixer.scaling, key, kwargs.get("attention_mask"))

@@ -62,7 +62,7 @@ class Streams:
         return replace(self, **{name: getattr(self, name).to(wide) for name in ("x", "key", "query", "step")})
 
 
-class Structure(Protocol):
+class Structure:
     """Interface of one kind of mixer, with defaults for subclasses. Its methods do not change the modules.
 
     Attributes:
@@ -73,6 +73,7 @@ class Structure(Protocol):
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         """Return the rows and columns of `head`."""
+        raise NotImplementedError
 
     def in_proj(self, mixer: nn.Module) -> nn.Module | None:
         """Return the module whose output `streams` takes; None for attention, whose values are in the cache."""
@@ -106,15 +107,18 @@ class Structure(Protocol):
             before: (B,channels,kernel) state of the convolution before the first token; zeros if None. For a single
                 token it may have fewer rows, which B repeats.
         """
+        raise NotImplementedError
 
     def skip(self, mixer: nn.Module, x_BHP: Tensor) -> Tensor:
         """Return `D x`, (B,H,P), which the scan adds at the same token."""
+        raise NotImplementedError
 
     def hidden_attention(self, mixer: nn.Module, spec: MixerSpec, streams: Streams) -> Tensor:
         """Return (B,H,T,T), the weight of token s in the scan's output at token t, without the skip.
 
         In Mamba-1 (B,I,T,T). Prompts must not be padded.
         """
+        raise NotImplementedError
 
 
 @runtime_checkable

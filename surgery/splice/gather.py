@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
 import torch
 import torch.nn.functional as F
@@ -110,13 +111,9 @@ def _stream(model: PreTrainedModel, layer: int, draw: Draw) -> Tensor:
         inputs.append(arguments[0])
         raise _Reached
 
-    handle = model.base_model.layers[layer].register_forward_pre_hook(stop)
-    try:
+    with ExitStack() as hooks, suppress(_Reached):
+        hooks.callback(model.base_model.layers[layer].register_forward_pre_hook(stop).remove)
         model(draw.tokens("gate", 16 * model.config.hidden_size, model.config.vocab_size), use_cache=False)
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
     return inputs[0]
 
 

@@ -41,6 +41,11 @@ from surgery.types import Graft, HeadId, Plan
 HEAD_DIM = 64  # default of `splice.head_dim`
 CONTEXT = 131072  # max_position_embeddings if the base states none. Nothing in the model depends on positions
 _ATTENTION, _SSM = "full_attention", "linear_attention"
+_SAME = (  # fields of a Mamba-2's config that a Nemotron-H's has too
+    "vocab_size", "hidden_size", "pad_token_id", "bos_token_id", "eos_token_id", "n_groups", "conv_kernel", "expand",
+    "chunk_size", "use_bias", "use_conv_bias", "time_step_max", "time_step_floor", "layer_norm_epsilon",
+    "initializer_range", "residual_in_fp32", "dtype",
+)  # fmt: skip
 _ROW = 8  # 16 bytes of 16-bit numbers: transformers' product of experts takes rows of a multiple of it
 
 
@@ -167,35 +172,19 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
 def nemotron_h_config(config: PreTrainedConfig) -> NemotronHConfig:
     """Return the config of a Mamba-2 as that of a Nemotron-H of SSM layers alone."""
     return NemotronHConfig(
+        **{field: getattr(config, field) for field in _SAME},
         layers_block_type=[_SSM] * config.num_hidden_layers,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
         tie_word_embeddings=False,  # Nemotron-H ties nothing: lm_head is a tensor of its own
-        pad_token_id=config.pad_token_id,
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or CONTEXT,
         intermediate_size=config.hidden_size * config.expand,  # of MLPs, which it has none of
         ssm_state_size=config.state_size,
         mamba_num_heads=config.num_heads,
         mamba_head_dim=config.head_dim,
         mamba_hidden_act=config.hidden_act,
-        n_groups=config.n_groups,
-        conv_kernel=config.conv_kernel,
-        expand=config.expand,
-        chunk_size=config.chunk_size,
-        use_bias=config.use_bias,
         mamba_proj_bias=config.use_bias,
-        use_conv_bias=config.use_conv_bias,
         time_step_min=STEP_MIN,
-        time_step_max=config.time_step_max,
-        time_step_floor=config.time_step_floor,
         time_step_limit=tuple(config.time_step_limit),
-        layer_norm_epsilon=config.layer_norm_epsilon,
-        initializer_range=config.initializer_range,
-        residual_in_fp32=config.residual_in_fp32,
         rescale_prenorm_residual=False,
-        dtype=config.dtype,
     )
 
 

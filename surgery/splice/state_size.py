@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import PlanError, ProbeError, fitting
-from surgery.models.hooks import Hooks, hooked, store_output
+from surgery.models.hooks import hooked, store_output
 from surgery.models.lookup import family_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad
 from surgery.probes.documents import Document
@@ -167,10 +167,18 @@ def _effects(model: PreTrainedModel, specs: Sequence[MixerSpec], batch: EncodedB
     """(B,G,N) first-order effect of each channel on the log-odds of each prompt's answer, by mixer."""
     projected: dict[str, Tensor] = {}
     scans: dict[str, Tensor] = {}
+
+    def watch(name: str, args: tuple) -> None:
+        scans[name] = args[0] if args[0].requires_grad else args[0].requires_grad_()
+
     with torch.enable_grad():
         with hooked(model, specs) as hooks:
             for spec in specs:
-                _observe(hooks, model, spec, projected, scans)
+                structure, mixer, name = structure_of(spec), mixer_of(model, spec), spec.name
+                in_proj = structure.in_proj(mixer)
+                assert in_proj is not None
+                hooks.after(spec.layer, f"{name} in_proj", in_proj, partial(store_output, projected, name))
+                hooks.before(spec.layer, f"{name} scan", structure.scan_reader(mixer), partial(watch, name))
             output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
         log_odds = _log_odds(output.logits[:, :-1][batch.answers[:, 1:]], batch.input_ids[:, 1:][batch.answers[:, 1:]])
         gradients = torch.autograd.grad(log_odds.sum(), [scans[spec.name] for spec in specs])
@@ -179,21 +187,6 @@ def _effects(model: PreTrainedModel, specs: Sequence[MixerSpec], batch: EncodedB
         spec.name: _channel_effects(model, spec, projected[spec.name], gradient.detach(), mask_BT)
         for spec, gradient in zip(specs, gradients, strict=True)
     }
-
-
-def _observe(
-    hooks: Hooks, model: PreTrainedModel, spec: MixerSpec, projected: dict[str, Tensor], scans: dict[str, Tensor]
-) -> None:
-    """Store the output of `in_proj`, and the scan's output as a tensor that requires a gradient."""
-    structure, mixer = structure_of(spec), mixer_of(model, spec)
-
-    def watch(args: tuple) -> None:
-        scans[spec.name] = args[0] if args[0].requires_grad else args[0].requires_grad_()
-
-    in_proj = structure.in_proj(mixer)
-    assert in_proj is not None
-    hooks.after(spec.layer, f"{spec.name} in_proj", in_proj, partial(store_output, projected, spec.name))
-    hooks.before(spec.layer, f"{spec.name} scan", structure.scan_reader(mixer), watch)
 
 
 def _log_odds(logits_MV: Tensor, ids_M: Tensor) -> Tensor:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from torch import nn
 
-from surgery.models.layouts import HeadSlices, Structure, register_structure
+from surgery.models.layouts import STRUCTURES, HeadSlices, Structure
 from surgery.models.mixers.mamba2 import span
 from surgery.types import MixerSpec
 
 
-@register_structure
 class AttentionStructure(Structure):
-    """Softmax attention; see `Structure` for the methods. Values are read from the cache."""
+    """Softmax attention; see `Structure` for the methods. Values are read from the cache.
 
-    kind = "attention"
+    Args:
+        kind: name of the structure.
+        out_proj: name of the output projection in the module.
+    """
+
+    def __init__(self, kind: str, out_proj: str) -> None:
+        self.kind, self._out_proj = kind, out_proj
 
     def weight_slices(self, spec: MixerSpec, head: int) -> HeadSlices:
         return HeadSlices(out=span(head, spec.head_dim))
@@ -22,31 +27,13 @@ class AttentionStructure(Structure):
         return None
 
     def out_proj(self, mixer: nn.Module) -> nn.Linear:
-        return mixer.o_proj
+        return mixer.get_submodule(self._out_proj)
 
 
-@register_structure
-class NeoXAttentionStructure(AttentionStructure):
-    """GPT-NeoX calls its output projection `dense`."""
-
-    kind = "neox_attention"
-
-    def out_proj(self, mixer: nn.Module) -> nn.Linear:
-        return mixer.dense
-
-
-@register_structure
-class MambaSsmAttentionStructure(AttentionStructure):
-    """The attention layers of mamba_ssm's own hybrids."""
-
-    kind = "mamba_ssm_attention"
-
-    def out_proj(self, mixer: nn.Module) -> nn.Linear:
-        return mixer.out_proj
-
-
-@register_structure
-class DonorAttentionStructure(AttentionStructure):
-    """A teacher's attention that replaced an SSM mixer."""
-
-    kind = "donor_attention"
+for _structure in (
+    AttentionStructure("attention", "o_proj"),
+    AttentionStructure("neox_attention", "dense"),
+    AttentionStructure("mamba_ssm_attention", "out_proj"),  # in mamba_ssm's own hybrids
+    AttentionStructure("donor_attention", "o_proj"),  # of a teacher, in the place of an SSM mixer
+):
+    STRUCTURES.register(_structure.kind, _structure)

@@ -16,18 +16,14 @@ Shape legend: B prompts, T tokens, H heads, P head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import ModelError
@@ -103,64 +99,24 @@ def observe_patterns(model: PreTrainedModel, batch: EncodedBatch, specs: Sequenc
     """Run prompts of one length, and record the activations from which the matrices of these mixers are computed.
 
     Raises:
-        ModelError: attention that bypasses the interface of transformers.
+        ModelError: attention that returns no weights.
     """
-    with record(model, specs) as activations, _observed_attention(model) as calls:
-        model(batch.input_ids.to(model.device), use_cache=False, logits_to_keep=1)
-    attention: dict[str, Tensor] = {}
-    for spec in family_of(model.config).mixers(model.config):
-        if not spec.is_ssm:  # blocks that share their weights are run one after the other
-            weights = calls.get(mixer_of(model, spec))
-            if not weights:
-                hint = "It bypasses the attention interface of transformers. Set another attn_implementation."
-                raise ModelError("attention", spec.name, hint)
-            attention[spec.name] = weights.pop(0)
-    return Patterns(model, activations, attention)
-
-
-@contextmanager
-def _observed_attention(model: PreTrainedModel) -> Iterator[dict[nn.Module, list[Tensor]]]:
-    """Compute the weights of softmax attention by module, (B,H,T,T) for each call. Kernels do not return them.
-
-    They are computed from the queries and keys passed to the model's own implementation, which runs unchanged.
-    """
-    calls: dict[nn.Module, list[Tensor]] = {}
-    name = model.config._attn_implementation or "eager"
-    original = ALL_ATTENTION_FUNCTIONS.get(name)
-    # An entry of this object hides the library's entry of the same name.
-    ALL_ATTENTION_FUNCTIONS[name] = partial(_attend_observed, calls, original)
+    names = [spec.name for spec in family_of(model.config).mixers(model.config) if not spec.is_ssm]
+    implementation, wanted = model.config._attn_implementation, {}
+    if names:  # kernels do not return their weights
+        model.set_attn_implementation("eager")
+        wanted["output_attentions"] = True
     try:
-        yield calls
+        with record(model, specs) as activations:
+            output = model(batch.input_ids.to(model.device), use_cache=False, logits_to_keep=1, **wanted)
     finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
-
-
-def _attend_observed(
-    calls: dict[nn.Module, list[Tensor]],
-    original: Any,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention function that records its weights. Queries are (B,H,T,P); keys and values may have fewer heads."""
-    per_group = query.shape[1] // key.shape[1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = query.float() @ key.float().repeat_interleave(per_group, dim=1).transpose(2, 3) * scale
-    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:  # such as a sliding window
-        is_seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
-        scores = scores.masked_fill(~is_seen[..., : scores.shape[-1]], -torch.inf)
-    causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
-    calls.setdefault(module, []).append(weights)
-    if original is not None:
-        output: tuple = original(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return output
-    mixed = weights.to(value.dtype) @ value.repeat_interleave(per_group, dim=1)  # as in the models' eager attention
-    return mixed.transpose(1, 2), weights
+        if names:
+            model.set_attn_implementation(implementation)
+    weights = [tensor.float() for tensor in getattr(output, "attentions", None) or () if tensor is not None]
+    if len(weights) != len(names):
+        hint = f"It returned the weights of {len(weights)} of {len(names)} attention mixers (output_attentions)."
+        raise ModelError("attention", model.config.model_type, hint)
+    return Patterns(model, activations, dict(zip(names, weights, strict=True)))
 
 
 def numpy_of(shares: Tensor) -> Shares:

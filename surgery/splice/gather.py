@@ -39,11 +39,8 @@ def fill_gather(
     Args:
         mixer: of the Gather layer.
         block: the attention block, with a random query and key.
-        graft: the pair. The block has one attention head for each of its SSM heads.
-        model: the base, a Mamba-2 or a Nemotron-H.
         layer: of the base, before which the pair is inserted.
         side: the side channels of this pair; None if it has none.
-        draw: the random numbers.
     """
     stream = _stream(model, layer, draw)
     x = stream.double()
@@ -95,16 +92,7 @@ class _Reached(Exception):
 
 
 def _stream(model: PreTrainedModel, layer: int, draw: Draw) -> Tensor:
-    """Run the base on random tokens, in which all of the vocabulary is as frequent, up to a layer.
-
-    Args:
-        model: the base, with D channels.
-        layer: the layer.
-        draw: seeds the order of the tokens.
-
-    Returns:
-        (B,T,D) input of the layer at about 16 D tokens.
-    """
+    """(B,T,D) input of a layer at about 16 D random tokens, in which all of the vocabulary is as frequent."""
     inputs: list[Tensor] = []
 
     def stop(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -118,13 +106,7 @@ def _stream(model: PreTrainedModel, layer: int, draw: Draw) -> Tensor:
 
 
 def _constant_direction(normed: Tensor) -> Tensor:
-    """Find a vector of base channels whose product with a layer's normed input is about 1 at every token.
-
-    Uses ridge regression.
-
-    Args:
-        normed: (N,D) normed input at N tokens, in float64.
-    """
+    """Find, by ridge regression, a vector whose product with a layer's normed input (N,D) is about 1 at every token."""
     gram = normed.T @ normed / len(normed)
     ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return torch.linalg.solve(gram + ridge, normed.mean(0))
@@ -138,11 +120,6 @@ def _fill_delay_line(mixer: nn.Module, draw: Draw, constant: Tensor) -> None:
     (Before layer 0 of checkpoints/pico-mamba2, a linear map finds the token three places before in 95% of cases, and in
     70% with a random gate.) The scan is off because C is 0. B is not 0, so C has gradients as soon as the output is not
     0.
-
-    Args:
-        mixer: filled in place.
-        draw: the random numbers.
-        constant: from `_constant_direction`, for the base's channels.
     """
     channels = len(constant)
     I = mixer.intermediate_size  # noqa: E741
@@ -170,12 +147,8 @@ def _fill_delay_line(mixer: nn.Module, draw: Draw, constant: Tensor) -> None:
 def _copy_keys_and_queries(mixer: nn.Module, followed: nn.Module, groups: Sequence[int]) -> None:
     """Let the first channels of a delay line hold B and C of an SSM layer: its keys and queries (arXiv 2405.21060).
 
-    They include the convolution of that layer. The order is N channels of B and N of C for each group.
-
-    Args:
-        mixer: filled in place.
-        followed: block of the base that follows the pair.
-        groups: of B and C.
+    They include the convolution of that layer, which is in the block `followed`. The order is N channels of B and N of
+    C for each group.
     """
     source, N, I = followed.mixer, mixer.ssm_state_size, mixer.intermediate_size  # noqa: E741
     starts = [start for group in groups for start in (group * N, (mixer.n_groups + group) * N)]
@@ -198,12 +171,9 @@ def _write_side_channels(mixer: nn.Module, normed: Tensor, groups: int, width: i
     States larger than their room are projected at random to fewer channels, keys and queries alike.
 
     Args:
-        mixer: its output projection is filled.
         normed: (B,T,D) normed input of the layer.
         groups: number of copied groups, whose channels come first.
         width: of the attention heads.
-        side: the side channels of the pair.
-        draw: the random numbers.
 
     Returns:
         The number of side channels of one group's keys: first these, then as many of its queries, for each group.

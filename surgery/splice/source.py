@@ -50,7 +50,6 @@ class PlanSource:
     Attributes:
         graft: the site with its heads, mode and donors.
         config: config of the base.
-        splice: the recipe's section.
         teacher: the teacher's config, for a branch with `needs_teacher`.
     """
 

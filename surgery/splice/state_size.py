@@ -43,13 +43,8 @@ class StateCut:
     def weights(self, model: PreTrainedModel) -> dict[int, Tensor]:
         """Return copies of the weights that depend on the state's width, cut to the channels to keep.
 
-        These are the rows of B and C in `in_proj`, and their channels of the short convolution.
-
-        Args:
-            model: the base. It is not changed.
-
-        Returns:
-            The cut copies, by the `data_ptr` of the weights and biases in the model.
+        These are the rows of B and C in `in_proj`, and their channels of the short convolution. The copies are by the
+        `data_ptr` of the weights and biases in the model.
 
         Raises:
             PlanError: the cut was chosen for another model.
@@ -76,13 +71,9 @@ class StateCut:
 
 
 def _cut_rows(module: nn.Module, blocks: Sequence[Sequence[slice | None]], kept: Channels) -> dict[int, Tensor]:
-    """Copy the weight and bias of a module, without the rows of the channels to drop.
+    """Copy the weight and bias of a module, without the rows of the channels to drop. Returns them by `data_ptr`.
 
-    Args:
-        blocks: the rows of B and those of C, for each group.
-
-    Returns:
-        The copies, by the `data_ptr` of the originals.
+    `blocks` are the rows of B and those of C, for each group.
     """
     weights = list(module.parameters(recurse=False))
     keep = torch.ones(len(weights[0]), dtype=torch.bool)
@@ -96,9 +87,7 @@ def _cut_rows(module: nn.Module, blocks: Sequence[Sequence[slice | None]], kept:
 def choose_channels(contributions: Mapping[str, Tensor], state_size: int) -> StateCut:
     """Choose the channels with the largest contributions, in each mixer and group. Ties keep the lower number.
 
-    Args:
-        contributions: from `state_contributions`.
-        state_size: number of channels to keep.
+    `contributions` are those of `state_contributions`.
     """
     kept = {}
     for name, values_GN in contributions.items():
@@ -142,7 +131,7 @@ def state_contributions(
 
     Args:
         documents: prompts with one question each.
-        batch_size: prompts in a batch. A batch needs the memory of a forward and a backward pass.
+        batch_size: prompts in a batch, which needs the memory of a forward and a backward pass.
 
     Returns:
         By `MixerSpec.name`, (G,N) in logits, float64 on the CPU.

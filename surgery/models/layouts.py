@@ -216,8 +216,9 @@ class Family:
         return "it has no layer with an SSM and no attention. It needs one to splice into."
 
     def hybrid_config(self, config: PreTrainedConfig, splice: list[dict[str, Any]]) -> PreTrainedConfig:
-        """Return the config of a hybrid with these spliced sites. Raises PlanError if nothing can be spliced."""
-        config_class = self._hybrid(config)[0]
+        """Return the config of a hybrid with these spliced sites."""
+        assert self.hybrid is not None, self.refuses
+        config_class = self.hybrid[0]
         known = config_class.__dataclass_fields__
         fields = {k: v for k, v in config.to_dict().items() if k not in _WRITTEN and (k != "layer_types" or k in known)}
         return config_class(**{**fields, "splice": splice})
@@ -233,12 +234,8 @@ class Family:
 
     def build_hybrid(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Build the hybrid of a config, without loading weights."""
-        return self._hybrid(config)[2](config)
-
-    def _hybrid(self, config: PreTrainedConfig) -> HybridClasses:
-        if self.hybrid is None:
-            raise PlanError("base.model", config.model_type, f"Nothing can be spliced into it: {self.refuses}")
-        return self.hybrid
+        assert self.hybrid is not None, self.refuses
+        return self.hybrid[2](config)
 
 
 # Keys that transformers adds to a config's own fields.

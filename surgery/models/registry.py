@@ -83,7 +83,6 @@ def _copied(bias: str, conv_bias: str, norm_eps: str) -> Fields:
 
 
 _MAMBA_FIELDS = _copied("use_bias", "use_conv_bias", "layer_norm_epsilon")
-_BAMBA_FIELDS = _copied("mamba_proj_bias", "mamba_conv_bias", "rms_norm_eps")
 
 
 def _stream_fields(config: PreTrainedConfig) -> dict[str, Any]:
@@ -106,21 +105,11 @@ def _mamba_ssm_attention(config: PreTrainedConfig, layer: int, path: str) -> Mix
     return MixerSpec(layer, path, "mamba_ssm_attention", heads, width, groups, width, letter="A", conv_kernel=kernel)
 
 
-@register_family(
-    "mamba2attn",
-    reads_positions=False,
-    hybrid=_classes("Mamba2Attn"),
-    branch_fields=_MAMBA_FIELDS,
-    state_field="state_size",
-)
-@register_family(
-    "mamba2",
-    "mamba2",
-    reads_positions=False,
-    hybrid=_classes("Mamba2Hybrid"),
-    branch_fields=_MAMBA_FIELDS,
-    state_field="state_size",
-)
+_MAMBA2: dict[str, Any] = {"reads_positions": False, "branch_fields": _MAMBA_FIELDS, "state_field": "state_size"}
+
+
+@register_family("mamba2attn", hybrid=_classes("Mamba2Attn"), **_MAMBA2)
+@register_family("mamba2", "mamba2", hybrid=_classes("Mamba2Hybrid"), **_MAMBA2)
 def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has one mixer: an SSM, or mamba_ssm's attention."""
     attention = set(getattr(config, "attn_layer_idx", None) or [])
@@ -135,22 +124,11 @@ def _mamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     return mixers
 
 
-@register_family(
-    "falcon_mamba",
-    "falcon_mamba",
-    reads_positions=False,
-    hybrid=_classes("FalconMambaHybrid"),
-    branch_fields=_stream_fields,
-    groups_channels=True,
-)
-@register_family(
-    "mamba",
-    "mamba",
-    reads_positions=False,
-    hybrid=_classes("MambaHybrid"),
-    branch_fields=_stream_fields,
-    groups_channels=True,
-)
+_MAMBA1: dict[str, Any] = {"reads_positions": False, "branch_fields": _stream_fields, "groups_channels": True}
+
+
+@register_family("falcon_mamba", "falcon_mamba", hybrid=_classes("FalconMambaHybrid"), **_MAMBA1)
+@register_family("mamba", "mamba", hybrid=_classes("MambaHybrid"), **_MAMBA1)
 def _mamba1(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has one mixer, whose heads are groups of channels."""
     kind = "falcon_mamba" if config.model_type.startswith("falcon") else "mamba1"
@@ -159,21 +137,10 @@ def _mamba1(config: PreTrainedConfig) -> list[MixerSpec]:
     if config.intermediate_size % width:
         hint = f"Heads are groups of channels. Set it to a divisor of the {config.intermediate_size} channels."
         raise ModelError("base.channels_per_head", width, hint)
-    heads = config.intermediate_size // width
-    return [
-        MixerSpec(
-            layer,
-            f"backbone.layers.{layer}.mixer",
-            kind,
-            heads,
-            width,
-            num_groups=1,
-            state_size=config.state_size,
-            native_heads=width == 1,
-            conv_kernel=config.conv_kernel,
-        )
-        for layer in range(config.num_hidden_layers)
-    ]
+    shape = (config.intermediate_size // width, width, 1, config.state_size)
+    more = {"native_heads": width == 1, "conv_kernel": config.conv_kernel}
+    layers = range(config.num_hidden_layers)
+    return [MixerSpec(layer, f"backbone.layers.{layer}.mixer", kind, *shape, **more) for layer in layers]
 
 
 @register_family(
@@ -232,16 +199,14 @@ def _zamba2(config: PreTrainedConfig) -> list[MixerSpec]:
     return mixers
 
 
-@register_family(
-    "granite",
-    "granitemoehybrid",
-    hybrid=_classes("GraniteHybrid"),
-    branch_fields=_BAMBA_FIELDS,
-    state_field="mamba_d_state",
-)
-@register_family(
-    "bamba", "bamba", hybrid=_classes("BambaHybrid"), branch_fields=_BAMBA_FIELDS, state_field="mamba_d_state"
-)
+_BAMBA: dict[str, Any] = {
+    "branch_fields": _copied("mamba_proj_bias", "mamba_conv_bias", "rms_norm_eps"),
+    "state_field": "mamba_d_state",
+}
+
+
+@register_family("granite", "granitemoehybrid", hybrid=_classes("GraniteHybrid"), **_BAMBA)
+@register_family("bamba", "bamba", hybrid=_classes("BambaHybrid"), **_BAMBA)
 def _bamba(config: PreTrainedConfig) -> list[MixerSpec]:
     """Every layer has one mixer: an SSM, or attention."""
     return [

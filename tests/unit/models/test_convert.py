@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -17,6 +15,7 @@ from surgery.models.convert import class_on_hub, convert
 from surgery.models.loading import load_model
 from surgery.recipe import Base
 from tests.support.cases import each
+from tests.support.errors import refused
 from tests.support.mamba_ssm_files import PADDED, Kind, assert_same_logits, state_of, tiny, write
 from tests.support.pico import pico_family, pico_hybrid, pico_site
 
@@ -65,17 +64,11 @@ def test_what_a_class_keeps_in_fp32_stays(tmp_path: Path) -> None:
     assert {name for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}.isdisjoint(wide)
 
 
-def assert_refused(error: type[Exception], *words: str, **arguments: Any) -> None:
-    with pytest.raises(error) as caught:
-        convert(**arguments)
-    for word in words:
-        assert word in str(caught.value)
-
-
 def test_a_model_that_was_converted_is_replaced_with_overwrite_alone(tmp_path: Path) -> None:
     base = base_of(write(tmp_path / "own", tiny("Mamba2")))
     convert(base, tmp_path / "new", dtype="bfloat16")
-    assert_refused(RunError, "--overwrite", base=base, folder=tmp_path / "new")
+    with refused(RunError, "--overwrite"):
+        convert(base, tmp_path / "new")
     convert(base, tmp_path / "new", overwrite=True)
     assert json.loads((tmp_path / "new" / "config.json").read_text())["dtype"] == "float32"
 
@@ -87,13 +80,16 @@ def test_nothing_is_left_of_a_refusal(tmp_path: Path) -> None:
     del state["backbone.norm_f.weight"]
     base = base_of(write(tmp_path / "own", model, state=state))
     words = ("missing backbone.norm_f.weight (32,)", "backbone.layers.0.mixer.D (7,), expected (4,)")
-    assert_refused(ModelError, *words, base=base, folder=tmp_path / "new")
-    assert_refused(RunError, "float8", "bfloat16", base=base, folder=tmp_path / "new", dtype="float8")
+    with refused(ModelError, *words):
+        convert(base, tmp_path / "new")
+    with refused(RunError, "float8", "bfloat16"):
+        convert(base, tmp_path / "new", dtype="float8")
     model.config.quantization_config = {"quant_method": "fp8"}
     state = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in model.state_dict().items()}
     model.save_pretrained(tmp_path / "own", state_dict=state)
     words = ("--dtype: bfloat16", "quantized (fp8)", "Remove it")
-    assert_refused(RunError, *words, base=base, folder=tmp_path / "new", dtype="bfloat16")
+    with refused(RunError, *words):
+        convert(base, tmp_path / "new", dtype="bfloat16")
     assert [p.name for p in tmp_path.iterdir()] == ["own"]
 
 

@@ -5,59 +5,35 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 from transformers import Mamba2Config, MambaConfig
 
 from surgery.errors import ModelError
 from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig
 from surgery.models import mamba_ssm_format
 from tests.support.cases import each
+from tests.support.errors import refused
 
 # As published with the models of these names.
 MAMBA_130M = {
-    "d_model": 768,
-    "n_layer": 24,
-    "vocab_size": 50277,
-    "ssm_cfg": {},
-    "rms_norm": True,
-    "residual_in_fp32": True,
-    "fused_add_norm": True,
-    "pad_vocab_size_multiple": 8,
-}
+    "d_model": 768, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {}, "rms_norm": True, "residual_in_fp32": True,
+    "fused_add_norm": True, "pad_vocab_size_multiple": 8,
+}  # fmt: skip
 MAMBA2_130M = {
-    **MAMBA_130M,
-    "d_intermediate": 0,
-    "ssm_cfg": {"layer": "Mamba2"},
-    "attn_layer_idx": [],
-    "attn_cfg": {},
-    "pad_vocab_size_multiple": 16,
-    "tie_embeddings": True,
-}
+    **MAMBA_130M, "d_intermediate": 0, "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": [], "attn_cfg": {},
+    "pad_vocab_size_multiple": 16, "tie_embeddings": True,
+}  # fmt: skip
+ATTENTION = {
+    "causal": True, "d_conv": 4, "head_dim": 128, "num_heads": 30, "out_proj_bias": False, "qkv_proj_bias": False,
+    "rotary_emb_dim": 64,
+}  # fmt: skip
 MAMBA2ATTN_27B = {
-    **MAMBA2_130M,
-    "d_model": 2560,
-    "n_layer": 64,
-    "attn_layer_idx": [9, 18, 27, 36, 45, 56],
-    "attn_cfg": {
-        "causal": True,
-        "d_conv": 4,
-        "head_dim": 128,
-        "num_heads": 30,
-        "out_proj_bias": False,
-        "qkv_proj_bias": False,
-        "rotary_emb_dim": 64,
-    },
-}
+    **MAMBA2_130M, "d_model": 2560, "n_layer": 64, "attn_layer_idx": [9, 18, 27, 36, 45, 56], "attn_cfg": ATTENTION,
+}  # fmt: skip
 
 
 def assert_refused(data: dict[str, Any], field: str, value: Any, *words: str) -> None:
-    with pytest.raises(ModelError) as caught:
+    with refused(ModelError, f"{field}: {value}. ", *words):
         mamba_ssm_format.convert_config(data)
-    assert caught.value.field == field
-    assert caught.value.value == value
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
 
 
 @each("data", [{}, {"model_type": "mamba2"}, {"model_type": "llamba", "d_model": 8, "n_layer": 2, "ssm_cfg": {}}])
@@ -86,7 +62,7 @@ def test_attention_layers_are_kept() -> None:
     config = mamba_ssm_format.convert_config(MAMBA2ATTN_27B)
     assert type(config) is Mamba2AttnConfig
     assert [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"] == [9, 18, 27, 36, 45, 56]
-    assert MAMBA2ATTN_27B["attn_cfg"].items() - {("causal", True)} <= config.attn_cfg.items()
+    assert ATTENTION.items() - {("causal", True)} <= config.attn_cfg.items()
 
 
 def test_null_means_empty_and_initial_values_do_not_matter() -> None:
@@ -113,7 +89,7 @@ def test_every_key_that_has_a_place_arrives() -> None:
 
 
 def attention(**change: Any) -> dict[str, Any]:
-    return {**MAMBA2ATTN_27B, "attn_cfg": {**MAMBA2ATTN_27B["attn_cfg"], **change}}
+    return {**MAMBA2ATTN_27B, "attn_cfg": {**ATTENTION, **change}}
 
 
 @each(
@@ -121,9 +97,7 @@ def attention(**change: Any) -> dict[str, Any]:
     [
         ({"rms_norm": False}, "rms_norm", False, "RMSNorm"),
         ({"norm_epsilon": 1e-6}, "norm_epsilon", 1e-6, "no such key"),
-        ({"moe_cfg": {"n": 8}}, "moe_cfg", {"n": 8}, "no such key"),
         ({"d_model": "768"}, "d_model", "768", "whole number"),
-        ({"pad_vocab_size_multiple": 0}, "pad_vocab_size_multiple", 0, "whole number"),
         ({"ssm_cfg": {"layer": "Mamba4"}}, "ssm_cfg.layer", "Mamba4", "Mamba1 or Mamba2"),
         ({"ssm_cfg": {"layer": "Mamba2", "rmsnorm": False}}, "ssm_cfg.rmsnorm", False, "gated norm"),
         ({"ssm_cfg": {"layer": "Mamba2", "norm_before_gate": True}}, "ssm_cfg.norm_before_gate", True, "gates"),
@@ -131,14 +105,12 @@ def attention(**change: Any) -> dict[str, Any]:
         ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 1024}}, "ssm_cfg.d_ssm", 1024, "1536"),
         ({"ssm_cfg": {"layer": "Mamba2", "expand": 1.5}}, "ssm_cfg.expand", 1.5, "whole"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 100}}, "ssm_cfg.headdim", 100, "1536"),
-        ({"ssm_cfg": {"layer": "Mamba2", "headdims": 64}}, "ssm_cfg.headdims", 64, "no such key"),
         ({"ssm_cfg": {"headdim": 64}}, "ssm_cfg.headdim", 64, "no such key"),
         ({"ssm_cfg": {}, "attn_layer_idx": [1]}, "attn_layer_idx", [1], "Mamba-1"),
         ({"ssm_cfg": {}, "d_intermediate": 64}, "d_intermediate", 64, "Mamba-1"),
         (attention(causal=False), "attn_cfg.causal", False, "causal"),
         (attention(mlp_dim=256), "attn_cfg.mlp_dim", 256, "not supported"),
         (attention(num_heads_kv=7), "attn_cfg.num_heads_kv", 7, "30 heads"),
-        (attention(rotary_emb_dim=129), "attn_cfg.rotary_emb_dim", 129, "128"),
         (attention(rotary_emb_dim=256), "attn_cfg.rotary_emb_dim", 256, "128"),
         (attention(num_heads=0), "attn_cfg.num_heads", 0, "whole number"),
         (attention(window=128), "attn_cfg.window", 128, "no such key"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from surgery.errors import ModelError
 from surgery.models.tensor_files import Stored, inventory, read_tensors, weight_files, write_shards
 from tests.support.cases import each
+from tests.support.errors import refused
 
 
 def sample() -> dict[str, Tensor]:
@@ -98,32 +99,28 @@ def find_in(folder: Path) -> Any:
     return lambda name: folder / name if (folder / name).is_file() else None
 
 
-def assert_refused(read: Any, *words: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        read()
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
-
-
 def test_tensors_without_values_of_their_own_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.bin"
     for tensor in (torch.zeros(1).expand(10**6, 10**6), torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(),
                    torch.empty(9, device="meta"), torch.zeros(3, dtype=torch.complex64)):  # fmt: skip
         torch.save({"fine": torch.ones(2), "odd": tensor}, file)
-        assert_refused(lambda: inventory([file]), "x.bin", "odd", "plain tensor")
+        with refused(ModelError, "x.bin", "odd", "plain tensor"):
+            inventory([file])
 
 
 def test_what_cannot_be_a_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
     """No tensors, one tensor in two files, and a header of a million tensors."""
     files = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
     save_file({}, files[0])
-    assert_refused(lambda: inventory(files[:1]), "1.safetensors", "no tensors")
+    with refused(ModelError, "1.safetensors", "no tensors"):
+        inventory(files[:1])
     for file in files:
         save_file({"a": torch.ones(1)}, file)
-    assert_refused(lambda: inventory(files), "2.safetensors", "1.safetensors has a too")
+    with refused(ModelError, "2.safetensors", "1.safetensors has a too"):
+        inventory(files)
     header_file(files[0], b" " * (2 * 10**7 + 1))
-    assert_refused(lambda: inventory(files), "20,000,001 bytes", "shards")
+    with refused(ModelError, "20,000,001 bytes", "shards"):
+        inventory(files)
 
 
 class TestIndexes:
@@ -131,16 +128,16 @@ class TestIndexes:
 
     @each(
         "text",
-        ["", "[]", "3", "null", "{", "{}", "[" * 100_000, '{"weight_map": 3}', '{"weight_map": ["a.safetensors"]}',
+        ["", "[]", "{", "{}", "[" * 100_000, '{"metadata": {}, "weight_map": ["a.safetensors"]}',
          '{"metadata": {}, "weight_map": {"a": 3}}', '{"metadata": {}, "weight_map": {"a": null, "b": "c"}}',
-         '{"metadata": {}, "weight_map": {"a": []}}', '{"metadata": {}, "weight_map": null}',
          '{"weight_map": {"a": "part.safetensors"}}', '{"metadata": 3, "weight_map": {"a": "part.safetensors"}}',
          '{"metadata": {}, "weight_map": {"a": "x\\u0000y"}}', "\ud800"],
     )  # fmt: skip
     def test_a_malformed_index_is_named(self, tmp_path: Path, text: str) -> None:
         save_file({"a": torch.ones(1)}, tmp_path / "part.safetensors")
         (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-        assert_refused(lambda: weight_files(find_in(tmp_path)), "model.safetensors.index.json")
+        with refused(ModelError, "model.safetensors.index.json"):
+            weight_files(find_in(tmp_path))
 
     @each("kind", ["model.safetensors", "pytorch_model.bin"])
     @each("form", ["above", "absolute", "around", "link", "folder link", "backslash"])
@@ -163,9 +160,8 @@ class TestIndexes:
         }[form]
         (folder / f"{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
         opened: list[str] = []
-        assert_refused(
-            lambda: weight_files(lambda name: opened.append(name) or find_in(folder)(name)), "index.json", "folder"
-        )
+        with refused(ModelError, "index.json", "folder"):
+            weight_files(lambda name: opened.append(name) or find_in(folder)(name))
         assert name not in opened
 
     def test_a_file_in_a_folder_below_and_links_of_the_hubs_cache_are_read(self, tmp_path: Path) -> None:
@@ -182,14 +178,14 @@ class TestIndexes:
         assert set(inventory(weight_files(find_in(commit)))) == {"a", "b"}
 
 
-def header_file(path: Path, header: Any, data: bytes = b"\0" * 8, length: int | None = None) -> Path:
+def header_file(path: Path, header: Any) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 8)
     return path
 
 
-def entry(begin: Any = 0, end: Any = 8, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
+def entry(begin: int = 0, end: int = 8, shape: tuple[int, ...] = (2,), dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
 class TestHeaders:
@@ -197,29 +193,20 @@ class TestHeaders:
 
     @each(
         "header",
-        [
-            [], 3, None, "x", {"a": 3}, {"a": []}, {"a": {}}, {"a": {**entry(), "dtype": None}},
-            {"a": entry(dtype="F33")}, {"a": entry(dtype=["F32"])}, {"a": entry(dtype=3)}, {"a": entry(shape=(3,))},
-            {"a": entry(shape=(-2,))}, {"a": entry(shape=(2.5,))}, {"a": entry(shape=("2",))}, {"a": entry(shape=None)},
-            {"a": entry(shape=(2**62, 2**62))}, {"a": entry(8, 0)}, {"a": entry(-8, 8)}, {"a": entry(0, 2**70)},
-            {"a": entry(0.0, 8.0)}, {"a": entry("0", "8")}, {"a": {**entry(), "data_offsets": [8]}},
-            {"a": {**entry(), "data_offsets": 8}}, {"a": entry(), "b": entry()}, {"a": entry(4, 8, (1,))},
-            {"a": entry(0, 4, (1,)), "b": entry(2, 8, (1,))}, {"a": entry(), "__metadata__": 3},
-            {"a": entry(), "__metadata__": {"x": 3}}, {"a": entry(), "__metadata__": {"x": {"y": "z"}}},
-            b"", b"{", b"\xff" * 9, b"[" * 100_000, b'{"a":' * 2000, b'{"a": NaN}',
-            json.dumps({"a": entry()}).encode()[:-1],
-            f'{{"a": {json.dumps(entry(0, 4, (1,)))}, "a": {json.dumps(entry(4, 8, (1,)))}}}'.encode(),
-        ],
+        [[], {"a": 3}, {"a": entry(dtype="F33")}, {"a": entry(shape=(3,))}, {"a": entry(shape=(2**62, 2**62))},
+         {"a": entry(-8, 8)}, {"a": entry(0, 2**70)}, {"a": entry(), "b": entry()}, b"", b"\xff" * 9, b"[" * 100_000],
     )  # fmt: skip
     def test_a_malformed_header_is_named(self, tmp_path: Path, header: Any) -> None:
         file = header_file(tmp_path / "model.safetensors", header)
-        assert_refused(lambda: inventory([file]), "model.safetensors")
+        with refused(ModelError, "model.safetensors"):
+            inventory([file])
 
     @each("name", ["model.safetensors", "pytorch_model.bin"])
-    @each("content", [b"", b"\0", b"PK\x03\x04", b"\x80\x02.", b"\xff" * 64, b"<html>"])
+    @each("content", [b"", b"PK\x03\x04", b"\x80\x02.", b"<html>"])
     def test_a_file_of_something_else_is_named(self, tmp_path: Path, name: str, content: bytes) -> None:
         (tmp_path / name).write_bytes(content)
-        assert_refused(lambda: inventory([tmp_path / name]), name)
+        with refused(ModelError, name):
+            inventory([tmp_path / name])
 
 
 @each("length", [1, 64])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.models.layouts import HeadSlices, Streams, register_structure
-from surgery.models.mixers.mamba2 import Mamba2Structure, decayed_scores, read_state, shift, short_conv
+from surgery.models.mixers.mamba2 import Mamba2Structure, convolved, decayed_scores, read_state, shift
 from surgery.types import MixerSpec
 
 
@@ -37,24 +37,14 @@ class LlambaStructure(Mamba2Structure):
     def gate_bias(self, mixer: nn.Module) -> Tensor | None:
         return mixer.z_bias
 
-    def streams(
-        self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, conv_state: Tensor | None = None
-    ) -> Streams:
+    def streams(self, mixer: nn.Module, spec: MixerSpec, projected: Tensor, before: Tensor | None = None) -> Streams:
         inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size
         mixed_BTC, gate_BTI, step_BTH = projected.split([inner + 2 * groups, inner, spec.num_heads], dim=-1)
-        x, key, query = mixer.act(short_conv(mixer.conv1d, mixed_BTC, conv_state)).split([inner, groups, groups], -1)
         if mixer.z_bias is not None:
             gate_BTI = gate_BTI + mixer.z_bias
         # fp32 at least, as in the model: sums of it are exponentiated.
         log_decay_BTH = -F.softplus(step_BTH.to(torch.promote_types(step_BTH.dtype, torch.float32)))
-        grouped = (spec.num_groups, spec.state_size)
-        return Streams(
-            x.unflatten(-1, (spec.num_heads, spec.head_dim)),
-            key.unflatten(-1, grouped),
-            query.unflatten(-1, grouped),
-            log_decay_BTH,
-            F.silu(gate_BTI),
-        )
+        return Streams(*convolved(mixer, spec, mixed_BTC, before), log_decay_BTH, F.silu(gate_BTI))
 
     def step_from_state(
         self, mixer: nn.Module, spec: MixerSpec, u_R1D: Tensor, before: Tensor, state_BHPN: Tensor, copies: int = 1

@@ -52,15 +52,7 @@ class Mamba2Structure(Structure):
         """Streams whose step is not clamped."""
         inner, groups = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_size
         _, mixed_BTC, step_BTH = projected.split([inner, inner + 2 * groups, spec.num_heads], dim=-1)
-        mixed_BTC = mixer.act(short_conv(mixer.conv1d, mixed_BTC, before))
-        x, key, query = mixed_BTC.split([inner, groups, groups], -1)
-        grouped = (spec.num_groups, spec.state_size)
-        return Streams(
-            x.unflatten(-1, (spec.num_heads, spec.head_dim)),
-            key.unflatten(-1, grouped),
-            query.unflatten(-1, grouped),
-            F.softplus(step_BTH + mixer.dt_bias),
-        )
+        return Streams(*convolved(mixer, spec, mixed_BTC, before), F.softplus(step_BTH + mixer.dt_bias))
 
     def step_from_state(
         self, mixer: nn.Module, spec: MixerSpec, u_R1D: Tensor, before: Tensor, state_BHPN: Tensor, copies: int = 1
@@ -115,6 +107,16 @@ class FalconH1Structure(Mamba2Structure):
     def _gated(self, mixer: nn.Module, y: Tensor, gate: Tensor) -> Tensor:
         gate = gate * mixer.mup_vector[..., : gate.shape[-1]]
         return mixer.norm(y, gate) if mixer.mamba_rms_norm else y * F.silu(gate)
+
+
+def convolved(
+    mixer: nn.Module, spec: MixerSpec, mixed_BTC: Tensor, before: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x (B,T,H,P), B and C (B,T,G,N) after the convolution of [x | B | C] and its activation."""
+    inner, grouped = spec.num_heads * spec.head_dim, (2, spec.num_groups, spec.state_size)
+    x_BTI, key_and_query = mixer.act(short_conv(mixer.conv1d, mixed_BTC, before)).tensor_split([inner], -1)
+    key, query = key_and_query.unflatten(-1, grouped).unbind(-3)
+    return x_BTI.unflatten(-1, (spec.num_heads, spec.head_dim)), key, query
 
 
 def short_conv(conv1d: nn.Module, mixed_BTC: Tensor, conv_state: Tensor | None) -> Tensor:

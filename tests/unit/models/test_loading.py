@@ -38,9 +38,10 @@ from surgery.recipe.public import source_of
 from surgery.splice.plan import check_splices
 from tests.integration.conftest import BASE
 from tests.support.cases import each
+from tests.support.errors import refused
 from tests.support.mamba2attn import CASES, attn_model
 from tests.support.mamba_ssm_files import KINDS, PADDED, Kind, assert_same_logits, state_of, tiny, write
-from tests.support.pico import FAMILY_NAMES, pico_base, pico_family, pico_family_config, pico_tokenizer
+from tests.support.pico import pico_base, pico_family, pico_family_config, pico_tokenizer
 
 LAYERS = ("Mamba1", "Mamba2")
 MIXER = "backbone.layers.1.mixer"
@@ -51,11 +52,8 @@ def base_of(folder: Path, **fields: Any) -> Base:
 
 
 def assert_refused(folder: Path, *words: str, load: Any = load_model, **fields: Any) -> None:
-    with pytest.raises(ModelError) as caught:
+    with refused(ModelError, *words):
         load(base_of(folder, **fields))
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
 
 
 @each("kind", KINDS)
@@ -246,18 +244,16 @@ class TestChannels:
         single = load_config(Base(model=str(tmp_path), channels_per_head=1))
         assert family_of(single).mixers(single)[0].num_heads == config.intermediate_size
 
-    @each(("name", "channels", "says"), [("mamba", 7, "divisor of the 64"), ("mamba2", 8, "Only")])
-    def test_groups_that_cannot_be_are_refused(self, name: str, channels: int, says: str, tmp_path: Path) -> None:
-        pico_family(name).save_pretrained(tmp_path)
-        with pytest.raises(ModelError, match=says):
-            load_config(Base(model=str(tmp_path), channels_per_head=channels))
-
-    @each("name", ["mamba", "falcon_mamba"])
-    def test_the_heads_of_a_hybrid_are_those_of_its_splice(self, name: str, tmp_path: Path) -> None:
-        config = pico_family_config(name)
-        family_of(config).hybrid_config(config, []).save_pretrained(tmp_path)
-        with pytest.raises(ModelError, match="a Mamba-1 without a splice"):
-            load_config(Base(model=str(tmp_path), channels_per_head=8))
+    def test_groups_that_cannot_be_are_refused(self, tmp_path: Path) -> None:
+        """The heads of a hybrid are those of its splice."""
+        hybrid = family_of(pico_family_config("mamba")).hybrid_config(pico_family_config("mamba"), [])
+        for config, channels, says in (
+            (pico_family_config("mamba"), 7, "divisor of the 64"),
+            (pico_family_config("mamba2"), 8, "a Mamba-1 without a splice"),
+            (hybrid, 8, "a Mamba-1 without a splice"),
+        ):
+            config.save_pretrained(tmp_path)
+            assert_refused(tmp_path, says, load=load_config, channels_per_head=channels)
 
 
 class TestMalformedConfigs:
@@ -265,14 +261,10 @@ class TestMalformedConfigs:
 
     @each(
         "text",
-        ["", "[]", "3", "null", '"x"', "{", "[" * 100_000, '{"a":' * 900 + "1" + "}" * 900, "{}", "\ud800", "\0" * 9,
-         '{"model_type": null}', '{"model_type": 3}', '{"model_type": []}', '{"model_type": ""}',
-         '{"model_type": "mamba2", "architectures": 3, "auto_map": 3}', '{"d_model": "x", "n_layer": []}',
-         '{"d_model": 8, "n_layer": 2, "ssm_cfg": []}', '{"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": []}}',
-         '{"d_model": 8, "n_layer": 2, "vocab_size": 1e999}', '{"d_model": 8, "n_layer": 2, "attn_layer_idx": 3}',
-         '{"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "expand": "x"}}',
+        ["", "[]", "null", "{", "[" * 100_000, '{"a":' * 900 + "1" + "}" * 900, "{}", "\ud800", '{"model_type": []}',
+         '{"model_type": "mamba2", "architectures": 3, "auto_map": 3}', '{"d_model": 8, "n_layer": 2, "ssm_cfg": []}',
+         '{"d_model": 8, "n_layer": 2, "vocab_size": 1e999}',
          '{"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2", "dt_limit": [1, "x"]}}',
-         '{"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": [0], "attn_cfg": 3}',
          '{"d_model": 8, "n_layer": 2, "ssm_cfg": {"layer": "Mamba2"}, "attn_layer_idx": [[]], "attn_cfg": {}}'],
     )  # fmt: skip
     def test_of_another_form(self, tmp_path: Path, text: str) -> None:
@@ -288,10 +280,9 @@ class TestMalformedConfigs:
         good = json.loads(file.read_text())
         for changed in ({key: value}, {"text_config": {key: value}}):
             file.write_text(json.dumps({**good, **changed}))
-            with pytest.raises(ModelError, match=rf"{key}: .*org/kernel.*base.trust_remote_code"):
-                load_config(base_of(tmp_path))
+            assert_refused(tmp_path, f"{key}: ", "org/kernel", "base.trust_remote_code", load=load_config)
 
-    @each("name", FAMILY_NAMES)
+    @each("name", ["mamba2", "llamba", "zamba2", "nemotron_h"])
     def test_sizes_that_no_model_has(self, name: str, tmp_path: Path) -> None:
         pico_family(name).save_pretrained(tmp_path)
         file = tmp_path / "config.json"
@@ -321,18 +312,9 @@ class TestMalformedConfigs:
 
     @each(
         ("field", "value"),
-        [
-            ("quantization_config", {"quant_method": "nope"}),
-            ("quantization_config", {"quant_method": "gptq", "bits": 4}),
-            ("quantization_config", "nope"),
-            ("dtype", "float99"),
-            ("hidden_act", "nope"),
-            ("time_step_limit", []),
-            ("num_heads", 3),
-            ("n_groups", 3),
-            ("is_encoder_decoder", True),
-        ],
-    )
+        [("quantization_config", {"quant_method": "nope"}), ("dtype", "float99"), ("time_step_limit", []),
+         ("quantization_config", {"quant_method": "gptq", "bits": 4}), ("n_groups", 3), ("is_encoder_decoder", True)],
+    )  # fmt: skip
     def test_a_model_that_cannot_be_built_or_run(self, field: str, value: object, tmp_path: Path) -> None:
         pico_family("mamba2").save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
@@ -451,7 +433,7 @@ class TestConfigs:
         kinds = ["full_attention"] * 3
         layers = {"granite": {"layer_types": kinds}, "bamba": {"attn_layer_indices": [0, 1, 2]}}
         config = pico_family_config(name, **layers.get(name, {"layers_block_type": kinds}))
-        with pytest.raises(PlanError, match="no layer with an SSM"):
+        with refused(PlanError, "no layer with an SSM"):
             check_splices(config)
 
     def test_files_that_are_read_whole_are_bounded(self, tmp_path: Path) -> None:
@@ -465,9 +447,6 @@ class TestConfigs:
                 convert(base_of(folder), tmp_path / "new")
 
 
-BAD_JSON = (b"", b"[]", b"3", b"null", b'"x"', b"{", b"\xff\xfe\0", b"[" * 100_000, b"{}", b'{"a":' * 900)
-
-
 class TestTokenizers:
     """A tokenizer's files are a stranger's too, and the library raises bare exceptions, or panics."""
 
@@ -477,20 +456,17 @@ class TestTokenizers:
             (tmp_path / file.name).write_bytes(file.read_bytes())
         return tmp_path
 
-    def read(self, folder: Path) -> None:
-        """It loads and works, or is refused in one line."""
-        try:
-            tokenizer = load_tokenizer(base_of(folder))
-            check_vocabulary(tokenizer, load_config(base_of(folder)))
-            tokenizer.decode(tokenizer(["one 7", "b"], padding=True)["input_ids"][0])
-        except ModelError as error:
-            assert "\n" not in str(error) and len(str(error)) < 800
-
     @each("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
     def test_a_file_of_another_form(self, folder: Path, name: str) -> None:
-        for content in BAD_JSON:
+        """It loads and works, or is refused in one line."""
+        for content in (b"", b"[]", b"null", b"\xff\xfe\0", b"[" * 100_000, b"{}", b'{"a":' * 900):
             (folder / name).write_bytes(content)
-            self.read(folder)
+            try:
+                tokenizer = load_tokenizer(base_of(folder))
+                check_vocabulary(tokenizer, load_config(base_of(folder)))
+                tokenizer.decode(tokenizer(["one 7", "b"], padding=True)["input_ids"][0])
+            except ModelError as error:
+                assert "\n" not in str(error) and len(str(error)) < 800
         (folder / name).write_bytes((BASE / "tokenizer.json").read_bytes()[:2000])
         assert_refused(folder, "base.tokenizer", load=load_tokenizer)
 

@@ -26,7 +26,7 @@ class TestNull:
         assert len(called) <= allowed(100)
 
     def test_needs_the_correction(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(scores, "holm", lambda p_values, level: [p <= level for p in p_values])
+        monkeypatch.setattr(scores, "holm", lambda p_values, level=0.05: [p <= level for p in p_values])
         assert sum(bool(calls("redrawn", seed, examples=150)) for seed in range(20)) > allowed(20)
 
     def test_shuffled_labels_are_at_chance(self) -> None:

@@ -48,7 +48,7 @@ def ablate_sets(
     """
     with prompts.gathered() as batches:
         for index, run in prompts.clean_runs():
-            batches[index] = [plain(scores) for scores in (run.scores, *ablate(run, sets, ablation))]
+            batches[index] = [plain(scores)[:2] for scores in (run.scores, *ablate(run, sets, ablation))]
             del run  # frees its activations before the next batch runs
     clean, *changed = [np.concatenate(parts, axis=1) for parts in zip(*batches.values(), strict=True)]
     return clean, changed

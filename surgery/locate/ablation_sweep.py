@@ -240,25 +240,21 @@ def change_at_query(
     values = functools.cache(partial(oracle_values, run))
 
     def score(spec: MixerSpec, chunk: list[int]) -> list[ChoiceScores]:
-        change, states = _change_from(run, spec, [variants[i] for i in chunk], reads, values, fills)
-        return run_changed(run, run.query, len(chunk), change, states, spec.layer)
+        return _score_from(run, spec, [variants[i] for i in chunk], reads, values, fills)
 
     changed = [(*variant.ablate, *(head for head, _ in variant.oracle)) for variant in variants]
     return _by_lowest_mixer(run, changed, lambda _: row, memory, score)
 
 
-def _change_from(
+def _score_from(
     run: CleanRun,
     lowest: MixerSpec,
     group: Sequence[Variant],
     reads: Sequence[MixerSpec],
     values: Callable[[MixerSpec, Reads], Tensor],
     fills: Mapping[str, Tensor] | None,
-) -> tuple[Callable[[CleanPass], AbstractContextManager[None]], Cache]:
-    """Prepare variants from the block of their lowest mixer up: the change of a pass, and the states before it.
-
-    The mixers of `reads` do not write their states.
-    """
+) -> list[ChoiceScores]:
+    """Score variants from the block of their lowest mixer up. The mixers of `reads` do not write their states."""
     W, (B, T), config = len(group), run.batch.input_ids.shape, run.model.config
     run.passes += W * (B / T + run.path_passes) * (1 - lowest.layer / config.num_hidden_layers)
     reads = [spec for spec in reads if spec.layer >= lowest.layer]
@@ -271,29 +267,20 @@ def _change_from(
         for state in [cache.layers[spec.layer].conv_states[0]]
     }
     is_alone = sum(spec.layer == lowest.layer for spec in run.specs) == 1
-    activations, unchanged = run.query.activations, lowest if is_alone else None
-    changes = (
-        partial(from_shared_states, run.model, reads, cache, activations, unchanged),
-        partial(intervene, run.model, run.specs, *changes_by_mixer(run, group, values), conv_states, fills),
-    )
-    return partial(_from_block_changed, run, lowest, W, changes), cache
+    masks, oracle_reads = changes_by_mixer(run, group, values)
 
+    @contextmanager
+    def change(part: CleanPass) -> Iterator[None]:
+        """Start a pass at the block of `lowest`. Only the pass of the query is changed."""
+        with ExitStack() as stack:
+            stack.enter_context(from_block(run.model, lowest, part.activations, part.residual(lowest.layer, W)))
+            if part is run.query:
+                unchanged = lowest if is_alone else None
+                stack.enter_context(from_shared_states(run.model, reads, cache, part.activations, unchanged))
+                stack.enter_context(intervene(run.model, run.specs, masks, oracle_reads, conv_states, fills))
+            yield
 
-@contextmanager
-def _from_block_changed(
-    run: CleanRun,
-    lowest: MixerSpec,
-    variants: int,
-    changes: Sequence[Callable[[], AbstractContextManager[None]]],
-    part: CleanPass,
-) -> Iterator[None]:
-    """Start a pass at the block of `lowest`. The changes apply to the pass of the query only."""
-    with ExitStack() as stack:
-        residual = part.residual(lowest.layer, variants)
-        stack.enter_context(from_block(run.model, lowest, part.activations, residual))
-        for change in changes if part is run.query else ():
-            stack.enter_context(change())
-        yield
+    return run_changed(run, run.query, W, change, cache, lowest.layer)
 
 
 def changes_by_mixer(

@@ -360,10 +360,8 @@ class TestPlan:
         assert [graft.how for graft in plan.grafts] == [
             f"{section(form).form} before layer {layer}" for layer in (1, 2)
         ]
-
-    def test_a_hybrid_is_no_base(self) -> None:
         with pytest.raises(PlanError, match="hybrid already"):
-            check_not_spliced(inserted("block").config)
+            check_not_spliced(inserted(form).config)
 
     WRONG: dict[str, list[Any]] = {
         "channels": [[31, 40], [32, 48], [32, 32], [32, 41], [32], [32, "40"], [True, 40], "32-40", None],

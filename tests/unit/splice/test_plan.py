@@ -51,31 +51,27 @@ class TestMakePlan:
         assert splice_model(model, from_file, section).config.splice == wanted
         assert splice_model(model, from_file).config.splice != wanted
 
-    def test_nothing_chosen_is_refused(self) -> None:
-        """A plan without grafts would splice nothing without a word."""
-        with pytest.raises(PlanError, match=r"^heads\.json chosen: \[\]\. No head is chosen"):
-            make_plan(chosen(), pico_config())
-
-    @each("section", [{"num_heads": 3}, {"select": "list", "heads": ["L2H0"]}])
-    def test_a_section_that_asks_for_other_heads_is_refused(self, section: dict[str, Any]) -> None:
-        """`locate_heads` chooses: the plan would have its head without a word."""
-        with pytest.raises(PlanError, match=r"^heads\.json chosen: L1H2\. splice\.heads or splice\.num_heads"):
-            make_plan(chosen("L1H2"), pico_config(), Splice.model_validate(section))
+    def test_heads_that_cannot_be_spliced_are_refused(self) -> None:
+        """None, others than the section asks for, of another model, and unknown ones, named with the range."""
+        another = pico_config(n_groups=2)
+        for heads, config, section, says in (
+            (chosen(), pico_config(), {}, r"^heads\.json chosen: \[\]\. No head is chosen"),
+            (chosen("L1H2"), pico_config(), {"num_heads": 3}, r"chosen: L1H2\. splice\.heads or splice\.num_heads"),
+            (chosen("L1H2"), pico_config(), {"select": "list", "heads": ["L2H0"]}, r"^heads\.json chosen: L1H2\."),
+            (chosen("L1H2"), another, {}, r"heads\.json geometry.*Locate again"),
+            *(
+                (chosen(name), pico_config(), {}, rf"head: {name}\. The model has heads L0H0 to L2H3")
+                for name in ("L3H0", "L1H4", "L1A0")
+            ),
+        ):
+            with pytest.raises(PlanError, match=says):
+                make_plan(heads, config, Splice.model_validate(section))
 
     def test_a_hybrid_is_not_spliced_again(self) -> None:
         """The plan fits it too: its trained heads would be replaced by new ones."""
         plan = make_plan(chosen("L1H2"), pico_config())
         with pytest.raises(PlanError, match=r"The model is a hybrid already"):
             splice_model(splice_model(pico_base(), plan), plan)
-
-    def test_heads_of_another_model_are_refused(self) -> None:
-        with pytest.raises(PlanError, match=r"heads\.json geometry.*Locate again"):
-            make_plan(chosen("L1H2"), pico_config(n_groups=2))
-
-    @each("name", ["L3H0", "L1H4", "L1A0"])
-    def test_unknown_head_is_named_with_the_range(self, name: str) -> None:
-        with pytest.raises(PlanError, match=rf"head: {name}\. The model has heads L0H0 to L2H3"):
-            make_plan(chosen(name), pico_config())
 
 
 def test_plans_that_people_edited_are_refused() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from surgery.errors import ModelError, reading
@@ -40,7 +39,11 @@ _SAFETENSORS_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_DTYPE_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 _LFS_POINTER = b"version https://git-lfs"
+_CHUNK = 1 << 22  # elements to cast and write at once
+_MAPPED_BYTES = 1 << 28  # mapped at once from a source, while shards are written
 SHARD_BYTES = 10**9
 _WHOLE_BYTES = 10**8  # tokenizers of 256,000 tokens have a third of it
 _HEADER_BYTES = 2 * 10**7  # some 150,000 tensors. Five times as many take minutes to list
@@ -228,7 +231,7 @@ def _fault_of(tensor: Tensor) -> str:
         return "has no values (device meta)"
     if tensor.layout is not torch.strided:
         return f"is stored as {tensor.layout}"
-    if tensor.dtype not in _SAFETENSORS_DTYPES.values():
+    if tensor.dtype not in _DTYPE_NAMES:
         return f"has the type {tensor.dtype}"
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         return f"repeats a storage of {tensor.untyped_storage().nbytes()} bytes to shape {tuple(tensor.shape)}"
@@ -266,7 +269,7 @@ def write_shards(
 ) -> int:
     """Write `model*.safetensors`, with an index if there are several.
 
-    Memory use is that of one shard, for a checkpoint of any size.
+    Memory use is about the largest tensor plus 256 MiB, for a checkpoint of any size.
 
     Args:
         folder: folder to write into.
@@ -286,12 +289,32 @@ def write_shards(
         max_shard_size=shard_bytes,
     )
     for file, names in split.filename_to_tensors.items():
-        names = sorted(names, key=lambda name: tensors[name].file)  # each source is opened once
-        shard = {}
-        for name, tensor in zip(names, read_tensors(tensors[name] for name in names), strict=True):
-            shard[name] = tensor.to(tensors[name].dtype, copy=True).contiguous()  # tensors of a pickle may share memory
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        _write_safetensors(folder / file, {name: tensors[name] for name in names})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return len(split.filename_to_tensors)
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, Stored]) -> None:
+    """Write one file in the dtypes of `tensors`, wide ones first so that all are aligned."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, tensors[name].file, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].bytes
+        shape, dtype = list(tensors[name].shape), tensors[name].dtype
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        wanted = (tensors[name] for name in order)
+        for name, tensor in zip(order, read_tensors(wanted, _MAPPED_BYTES), strict=True):
+            for chunk in tensor.reshape(-1).split(_CHUNK):
+                bits = chunk.to(tensors[name].dtype).view(_WORDS[tensors[name].dtype.itemsize])
+                if bool(bits.any()):
+                    file.write(bits.numpy().data)
+                else:
+                    file.seek(bits.numel() * bits.element_size(), 1)  # a hole in the file: zeros use no disk space
+        file.truncate(8 + len(text) + end)

@@ -95,6 +95,25 @@ def test_numbers_are_cast_as_torch_casts_them(tmp_path: Path) -> None:
     assert_same_bits(load_folder(tmp_path), {**tensors, "x": tensors["x"].bfloat16()})
 
 
+def test_zeros_take_no_room_on_the_disk(tmp_path: Path) -> None:
+    tensors = {"zeros": torch.zeros(4_000_000), "ones": torch.ones(1000), "more zeros": torch.zeros(4_000_000)}
+    write_shards(tmp_path, stored(tmp_path, tensors, ".bin"), keep)
+    status = (tmp_path / "model.safetensors").stat()
+    assert status.st_size > 32_000_000
+    assert status.st_blocks * 512 < 2_000_000
+    assert_same_bits(load_folder(tmp_path), tensors)
+
+
+def test_tensors_are_aligned(tmp_path: Path) -> None:
+    write_shards(tmp_path, stored(tmp_path, sample(), ".bin"), keep)
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = {name: entry for name, entry in json.loads(raw[8 : 8 + length]).items() if name != "__metadata__"}
+    assert length % 8 == 0
+    for name, tensor in sample().items():
+        assert header[name]["data_offsets"][0] % tensor.element_size() == 0, name
+
+
 def find_in(folder: Path) -> Any:
     return lambda name: folder / name if (folder / name).is_file() else None
 

@@ -22,6 +22,7 @@ from surgery.errors import PlanError
 from surgery.hybrid.configuration_hybrid import is_whole
 from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.alterations import silence
+from surgery.models.hooks import record
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad, stays_in_fp32
 from surgery.models.spliced import BASE_STATE_SIZE
@@ -132,30 +133,24 @@ def _mean_squares(model: PreTrainedModel, grafts: Collection[Graft], seed: int) 
     which would give all that it reads one size. With this mean square as epsilon, a copied output adds at most what the
     SSM head would. Without a norm behind the SSM it is 1.
     """
-    squares: dict[Graft, float] = {}
-
-    def measure(graft: Graft, norm: nn.Module, args: tuple, kwargs: dict[str, Any], normed: Tensor) -> None:
-        scan, gate = (*args, *kwargs.values())
-        weighted = scan.float() * F.silu(gate.float()) * norm.weight.float()
-        columns = [structure_of(graft.site).weight_slices(graft.site, head).out for head in graft.heads]
-        before, after = (torch.stack([x[..., c] for c in columns]) for x in (weighted, normed.float()))
+    squares = dict.fromkeys(grafts, 1.0)
+    norms = {graft: structure_of(graft.site).norm_weight(mixer_of(model, graft.site)) for graft in grafts}
+    weights = {graft: weight.float() for graft, weight in norms.items() if weight is not None}
+    if not weights:
+        return squares
+    draw = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(model.config.get_text_config().vocab_size, (1, 512), generator=draw)
+    with torch_scans(model), record(model, [graft.site for graft in weights]) as trace:
+        model(ids_BT.to(model.device), use_cache=False)
+    for graft, weight in weights.items():
+        structure, name = structure_of(graft.site), graft.site.name
+        heads = [structure.weight_slices(graft.site, head) for head in graft.heads]
+        scan, gate = trace.scan[name].float(), F.silu(trace.projected[name].float())
+        before = torch.stack([scan[..., h.out] * gate[..., h.gate] * weight[h.out] for h in heads])
+        after = torch.stack([trace.heads[name][..., h.out].float() for h in heads])
         ratio = before.square().mean(-1) / after.square().mean(-1)
         square = float(ratio.nanmedian().nan_to_num(1.0))  # NaN: heads that are 0
         squares[graft] = float(f"{square:.2g}")  # two digits, so that a hybrid that is built again is the same
-
-    with ExitStack() as hooks:
-        for graft in grafts:
-            structure, mixer = structure_of(graft.site), mixer_of(model, graft.site)
-            if structure.norm_weight(mixer) is None:
-                squares[graft] = 1.0
-                continue
-            norm = structure.scan_reader(mixer)
-            hooks.callback(norm.register_forward_hook(partial(measure, graft), with_kwargs=True).remove)
-        if len(squares) < len(grafts):
-            draw = torch.Generator().manual_seed(seed)
-            ids_BT = torch.randint(model.config.get_text_config().vocab_size, (1, 512), generator=draw)
-            hooks.enter_context(torch_scans(model))
-            model(ids_BT.to(model.device), use_cache=False)
     return squares
 
 

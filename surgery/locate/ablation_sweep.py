@@ -68,7 +68,7 @@ def run_changed(
         lowest: layer of the first block that runs.
     """
     model, paths = run.model, run.paths
-    tokens, batch = (None, run.batch) if run.narrowed is None else run.narrowed
+    tokens, batch = run.narrowed
     use_cache = cache is not None or paths is not None
     with change(first):
         logits, cache = run_pass(model, first, variants, cache, tokens, use_cache)
@@ -318,7 +318,7 @@ def outputs_at_query(run: CleanRun, input_ids: Tensor) -> dict[str, Tensor]:
         for spec in run.specs:
             out_proj = structure_of(spec).out_proj(mixer_of(run.model, spec))
             hooks.before(spec.layer, f"{spec.name} out_proj", out_proj, partial(store_last, spec.name))
-        run_pass(run.model, prompt, 1, None, None if run.narrowed is None else run.narrowed[0], use_cache=False)
+        run_pass(run.model, prompt, 1, None, run.narrowed[0], use_cache=False)
     run.passes += len(run.batch)
     return outputs
 

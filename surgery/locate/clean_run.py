@@ -59,8 +59,8 @@ class CleanRun:
         steps: the tokens of the paths, one pass each.
         paths: tokens to decode to score choices of several tokens; None if every choice has one token.
         before_query: states and keys before the query.
-        narrowed: the tokens that are choices of some prompt, and the batch with choices that index them; None if the
-            logits of the whole vocabulary are needed.
+        narrowed: the tokens that are choices of some prompt, and the batch with choices that index them; None and the
+            batch itself if the logits of the whole vocabulary are needed.
         scores: of the clean model.
         passes: work so far, in full forward passes of one prompt.
     """
@@ -72,7 +72,7 @@ class CleanRun:
     steps: list[CleanPass]
     paths: Paths | None
     before_query: Cache
-    narrowed: tuple[Tensor, EncodedBatch] | None
+    narrowed: tuple[Tensor | None, EncodedBatch]
     scores: ChoiceScores
     passes: float
 
@@ -113,10 +113,10 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
     family, T, paths = family_of(model.config), batch.input_ids.shape[1], paths_of(batch)
     specs = family.mixers(model.config)
     mask = None if bool(batch.attention_mask.all()) else batch.attention_mask
-    tokens, narrowed = None, None
+    tokens, narrowed = None, batch
     if paths is None:
         tokens, places = batch.choice_ids.clamp(min=0).unique(return_inverse=True)
-        narrowed = tokens, replace(batch, choice_ids=places.where(batch.choice_ids >= 0, -1))
+        narrowed = replace(batch, choice_ids=places.where(batch.choice_ids >= 0, -1))
     last = replace(batch, input_ids=batch.input_ids[:, -1:], attention_mask=batch.attention_mask[:, -1:])
     prompt = CleanPass(batch, mask, 0, ActivationCache(), None)
     query = CleanPass(last, mask, T - 1, ActivationCache(), None)
@@ -153,8 +153,8 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
             step, logits = run_recorded(part, cache)
             steps.append(step)
             all_logits.append(logits)
-    scores = scores_by_variant(all_logits, batch if narrowed is None else narrowed[1], paths)[0]
-    run = CleanRun(model, specs, prompt, query, steps, paths, before_query, narrowed, scores, 0.0)
+    scores = scores_by_variant(all_logits, narrowed, paths)[0]
+    run = CleanRun(model, specs, prompt, query, steps, paths, before_query, (tokens, narrowed), scores, 0.0)
     run.passes = len(batch) * (1.0 if stepwise else 2.0) + run.path_passes
     return run
 

@@ -76,7 +76,7 @@ def naive_ablate(
     run: CleanRun, sets: Sequence[Sequence[HeadId]], ablation: Ablation | None = None
 ) -> list[ChoiceScores]:
     """Run the whole model without each set of heads, replaced at the input of `out_proj`; logits of all tokens."""
-    whole, scores = replace(run, narrowed=None), []
+    whole, scores = replace(run, narrowed=(None, run.batch)), []
     for heads in sets:
 
         def change(part: CleanPass, heads: Sequence[HeadId] = heads) -> AbstractContextManager[None]:
@@ -91,7 +91,7 @@ def naive_change_at_query(
     run: CleanRun, variants: Sequence[Variant], fills: Mapping[str, Tensor] | None = None
 ) -> list[ChoiceScores]:
     """Run the whole prompt through all blocks, changed at its end, for each variant; logits of all tokens."""
-    whole, scores = replace(run, narrowed=None), []
+    whole, scores = replace(run, narrowed=(None, run.batch)), []
     for variant in variants:
         changes = changes_by_mixer(whole, [variant])
 

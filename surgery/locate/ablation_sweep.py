@@ -160,24 +160,16 @@ def _ablated_above(
     attention runs before its SSM, and acts through the input of the SSM alone.
     """
     if any(head.layer == spec.layer and head.mixer != spec.name for heads in sets for head in heads):
-        residual = part.residual(spec.layer, len(sets))
-        with (
-            from_block(run.model, spec, part.activations, residual),
-            ablated_while_running(run, part, sets, ablation),
-        ):
-            yield
-        return
-    tokens = ablated_tokens(run, part, ablation)[..., None]
-    output = part.activations.output[spec.name]
-    changed = []
-    for heads in sets:
-        lost = contribution(run.model, part, spec, [h.head for h in heads if h.mixer == spec.name], ablation.fill)
-        changed.append(torch.where(tokens, output - lost, output).to(output.dtype))
-    above = [[head for head in heads if head.mixer != spec.name] for heads in sets]
-    with (
-        from_mixer(run.model, spec, part.activations, torch.cat(changed)),
-        ablated_while_running(run, part, above, ablation),
-    ):
+        start = from_block(run.model, spec, part.activations, part.residual(spec.layer, len(sets)))
+    else:
+        tokens, output = ablated_tokens(run, part, ablation)[..., None], part.activations.output[spec.name]
+        changed = []
+        for heads in sets:
+            lost = contribution(run.model, part, spec, [h.head for h in heads if h.mixer == spec.name], ablation.fill)
+            changed.append(torch.where(tokens, output - lost, output).to(output.dtype))
+        start = from_mixer(run.model, spec, part.activations, torch.cat(changed))
+        sets = [[head for head in heads if head.mixer != spec.name] for heads in sets]
+    with start, ablated_while_running(run, part, sets, ablation):
         yield
 
 

@@ -14,20 +14,20 @@ and "any other token". The student's logit of the last event is the logsumexp of
 log-probability of it is log(1 - sum of the k probabilities). The temperature is applied after the grouping, since the
 teacher's probability of other tokens at another temperature cannot be computed from k values.
 
-Rows are processed in blocks, in fp32 or more, forward and backward. The only further tensor with the size of the logits
-is the gradient, in their dtype.
+Rows are processed in blocks, in fp32 or more, and the backward pass computes each block again. The only further tensor
+with the size of the logits is the gradient, in their dtype.
 
-Shape legend: N rows of the logits, M selected rows, V vocabulary, K most likely tokens of the teacher, C either V or
-K + 1.
+Shape legend: N rows of the logits, M selected rows, b rows of a block, V vocabulary, K most likely tokens of a teacher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -73,18 +73,12 @@ class TopK:
             hint = f"The vocabulary has {logits_NV.shape[-1]} tokens. Remove top_k to compare all of them."
             raise RecipeError("train.distil.top_k", k, hint)
         all_values, all_indices = [], []
-        for rows in _blocks(logits_NV, rows_M):
+        for rows, _ in _blocks(logits_NV, rows_M):
             x = _fp32(_select(logits_NV, rows))
             values, indices = x.topk(k, dim=-1)
             all_values.append(values - x.logsumexp(-1, keepdim=True))
             all_indices.append(indices)
         return cls(torch.cat(all_values), torch.cat(all_indices))
-
-    def events(self) -> Tensor:
-        """(M,K+1) log-probabilities of the k tokens and of any other token, in fp32 or more."""
-        values = _fp32(self.values)
-        rest = (1 - values.exp().sum(-1, keepdim=True)).clamp(min=_LEAST).log()
-        return torch.cat([values, rest], dim=-1)
 
 
 def divergence(
@@ -99,140 +93,95 @@ def divergence(
         temperature: both logits are divided by it.
         rows_M: indices of the rows to compare; all by default.
     """
-    if isinstance(teacher, Tensor):
-        return _Divergence.apply(student_NV, teacher.detach(), rows_M, kind, temperature)  # type: ignore[no-any-return]
-    events_MC = grouped(student_NV, teacher.indices, rows_M)
-    return _Divergence.apply(events_MC, teacher.events().detach(), None, kind, temperature)  # type: ignore[no-any-return]
+
+    def formula(x_bV: Tensor, rows: Any, here: slice, target: Tensor, indices_MK: Tensor | None = None) -> Tensor:
+        if indices_MK is None:
+            p, q = _fp32(_select(target, rows)), x_bV
+        else:  # the K tokens, and any other token
+            named, indices = _fp32(target[here]), indices_MK[here]
+            other = (1 - named.exp().sum(-1, keepdim=True)).clamp(min=_LEAST).log()
+            others = x_bV.scatter(-1, indices, -torch.inf).logsumexp(-1, keepdim=True)
+            p, q = torch.cat([named, other], -1), torch.cat([x_bV.gather(-1, indices), others], -1)
+        p = (p / temperature).log_softmax(-1)
+        q = (q / temperature).log_softmax(-1)
+        return _FORMULAS[kind](p, q) * temperature**2
+
+    given = (teacher,) if isinstance(teacher, Tensor) else (teacher.values, teacher.indices.long())
+    return _OfRows.apply(formula, student_NV, rows_M, *given)  # type: ignore[no-any-return]
 
 
-def grouped(logits_NV: Tensor, indices_MK: Tensor, rows_M: Tensor | None = None) -> Tensor:
-    """(M,K+1) logits of K tokens of each row and, last, of any other token (logsumexp of the rest). fp32 or more."""
-    return _Grouped.apply(logits_NV, indices_MK.long(), rows_M)  # type: ignore[no-any-return]
+def cross_entropy(logits_NV: Tensor, targets_M: Tensor, rows_M: Tensor | None = None) -> Tensor:
+    """Compute -log p of one token in each row, (M,) in fp32 or more.
+
+    Args:
+        rows_M: indices of the rows; all by default.
+    """
+
+    def formula(x_bV: Tensor, rows: Any, here: slice, targets_M: Tensor) -> Tensor:
+        return F.cross_entropy(x_bV, targets_M[here], reduction="none")
+
+    return _OfRows.apply(formula, logits_NV, rows_M, targets_M)  # type: ignore[no-any-return]
+
+
+def _forward(p: Tensor, q: Tensor) -> Tensor:
+    """Divergence of each row from log-probabilities, as of the two below."""
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def _reverse(p: Tensor, q: Tensor) -> Tensor:
+    return (q.exp() * (q - p)).sum(-1)
+
+
+def _jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    m = torch.logaddexp(p, q) - _LOG_2
+    return (_forward(p, m) + _forward(q, m)) / 2
+
+
+_FORMULAS = {"forward": _forward, "reverse": _reverse, "jensen_shannon": _jensen_shannon}
 
 
 def _fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _soft(x: Tensor, temperature: float) -> Tensor:
-    return _fp32(x) if temperature == 1 else _fp32(x) / temperature
-
-
-def _blocks(logits_NV: Tensor, rows_M: Tensor | None) -> Iterator[Any]:
-    """Yield the indices of rows, one block at a time."""
+def _blocks(logits_NV: Tensor, rows_M: Tensor | None) -> Iterator[tuple[Any, slice]]:
+    """Yield the indices of rows, one block at a time, and their places among all selected rows."""
     size = max(1, (_BLOCK_ON_CPU if logits_NV.device.type == "cpu" else _BLOCK) // logits_NV.shape[-1])
-    if rows_M is not None:
-        yield from rows_M.split(size)  # one empty block if there are no rows
-    else:
-        yield from (slice(i, i + size) for i in range(0, max(1, logits_NV.shape[0]), size))
+    count = len(logits_NV) if rows_M is None else len(rows_M)
+    for start in range(0, max(1, count), size):  # one empty block if there are no rows
+        here = slice(start, min(start + size, count))
+        yield here if rows_M is None else rows_M[here], here
 
 
 def _select(x_NV: Tensor, rows: Any) -> Tensor:
     return x_NV[rows] if isinstance(rows, slice) else x_NV.index_select(0, rows)
 
 
-def _put(x_NV: Tensor, rows: Any, values: Tensor) -> None:
-    if isinstance(rows, slice):
-        x_NV[rows] = values
-    else:
-        x_NV.index_copy_(0, rows, values.to(x_NV.dtype))
+class _OfRows(torch.autograd.Function):
+    """A loss of each row of the logits, (M,).
 
-
-class _Divergence(torch.autograd.Function):
-    """d/ds_j = q_j (g_j - sum_i q_i g_i) / tau with g = d/dq: -p/q, log(q/p), or log(q/m) / 2.
-
-    The backward pass needs both logits, which are in memory anyway, and three numbers per row.
+    `formula` is called for each block with its logits in fp32 or more, the indices of its rows among the N, their
+    places among the M, and `given`, which gets no gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, student_NC: Tensor, teacher_NC: Tensor, rows_M: Tensor | None, kind: Kind, temperature: float
+        ctx: Any, formula: Callable[..., Tensor], x_NV: Tensor, rows_M: Tensor | None, *given: Tensor
     ) -> Tensor:
-        losses, statistics = [], []
-        for rows in _blocks(student_NC, rows_M):
-            s, t = _soft(_select(student_NC, rows), temperature), _soft(_select(teacher_NC, rows), temperature)
-            norms = torch.stack([s.logsumexp(-1), t.logsumexp(-1)])
-            loss, mean = _FORMULAS[kind](t - norms[1][:, None], s - norms[0][:, None])
-            losses.append(loss * temperature**2)
-            statistics.append(torch.cat([norms, mean[None]]))
-        ctx.save_for_backward(student_NC, teacher_NC, torch.cat(statistics, 1), rows_M)
-        ctx.kind, ctx.temperature = kind, temperature
-        return torch.cat(losses)
+        ctx.save_for_backward(x_NV, rows_M, *given)
+        ctx.formula = formula
+        return torch.cat(
+            [formula(_fp32(_select(x_NV, rows)), rows, here, *given) for rows, here in _blocks(x_NV, rows_M)]
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_M: Tensor) -> Any:
-        student_NC, teacher_NC, statistics, rows_M = ctx.saved_tensors
-        gradient = torch.empty_like(student_NC) if rows_M is None else torch.zeros_like(student_NC)
-        done = 0
-        for rows in _blocks(student_NC, rows_M):
-            s, t = (_soft(_select(x, rows), ctx.temperature) for x in (student_NC, teacher_NC))
-            here = slice(done, done + len(s))
-            norm_s, norm_t, mean = statistics[:, here, None]
-            slope = _SLOPES[ctx.kind](t - norm_t, s - norm_s, mean)
-            _put(gradient, rows, slope.mul_(upstream_M[here, None] * ctx.temperature))
-            done = here.stop
-        return gradient, None, None, None, None
-
-
-def _forward(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Divergence of each row and mean of g under q, from log-probabilities."""
-    loss = (p.exp() * (p - q)).sum(-1)
-    return loss, torch.full_like(loss, -1.0)
-
-
-def _reverse(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    loss = (q.exp() * (q - p)).sum(-1)
-    return loss, loss
-
-
-def _jensen_shannon(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    m = torch.logaddexp(p, q) - _LOG_2
-    half = (q.exp() * (q - m)).sum(-1) / 2
-    return (p.exp() * (p - m)).sum(-1) / 2 + half, half
-
-
-_FORMULAS = {"forward": _forward, "reverse": _reverse, "jensen_shannon": _jensen_shannon}
-_SLOPES = {
-    "forward": lambda p, q, mean: q.exp() - p.exp(),
-    "reverse": lambda p, q, mean: q.exp() * (q - p - mean),
-    "jensen_shannon": lambda p, q, mean: q.exp() * ((q - torch.logaddexp(p, q) + _LOG_2) / 2 - mean),
-}
-
-
-class _Grouped(torch.autograd.Function):
-    """See `grouped`. The gradient of "any other token" is distributed over these tokens by their probabilities."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, indices_MK: Tensor, rows_M: Tensor | None) -> Tensor:
-        events, done = [], 0
-        for rows in _blocks(logits_NV, rows_M):
-            x = _select(logits_NV, rows)
-            indices = indices_MK[done : done + len(x)]
-            named = _fp32(x.gather(-1, indices))
-            rest = _others(x, indices).logsumexp(-1, keepdim=True)
-            events.append(torch.cat([named, rest], dim=-1))
-            done += len(x)
-        events_MC = torch.cat(events)
-        ctx.save_for_backward(logits_NV, indices_MK, events_MC[:, -1:], rows_M)
-        return events_MC
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream_MC: Tensor) -> Any:
-        logits_NV, indices_MK, rest_M1, rows_M = ctx.saved_tensors
-        gradient = torch.empty_like(logits_NV) if rows_M is None else torch.zeros_like(logits_NV)
-        done = 0
-        for rows in _blocks(logits_NV, rows_M):
-            x = _select(logits_NV, rows)
-            here = slice(done, done + len(x))
-            indices, upstream = indices_MK[here], upstream_MC[here]
-            share = (_others(x, indices) - rest_M1[here]).exp_().mul_(upstream[:, -1:])
-            _put(gradient, rows, share.scatter_(-1, indices, upstream[:, :-1]))
-            done = here.stop
-        return gradient, None, None
-
-
-def _others(x_MV: Tensor, indices_MK: Tensor) -> Tensor:
-    """Logits in fp32 or more, with -inf at the indices."""
-    return _fp32(x_MV).scatter(-1, indices_MK, -torch.inf)
+        x_NV, rows_M, *given = ctx.saved_tensors
+        gradient = torch.empty_like(x_NV) if rows_M is None else torch.zeros_like(x_NV)
+        for rows, here in _blocks(x_NV, rows_M):
+            x = _fp32(_select(x_NV, rows)).requires_grad_()
+            with torch.enable_grad():
+                loss = ctx.formula(x, rows, here, *given)
+            gradient[rows] = torch.autograd.grad(loss, x, upstream_M[here])[0].to(x_NV.dtype)
+        return None, gradient, None, *(None for _ in given)

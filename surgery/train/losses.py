@@ -22,7 +22,7 @@ from torch import Tensor
 
 from surgery.data.encoding import EncodedBatch
 from surgery.recipe import Distil
-from surgery.train.divergence import TopK, divergence, grouped
+from surgery.train.divergence import TopK, cross_entropy, divergence
 from surgery.types import Reads
 
 # Attention below this counts as this, without a gradient. Down to here the logarithm's gradient is finite in fp32.
@@ -84,9 +84,7 @@ def _next_token_loss(
     Args:
         selected_M: the rows of the logits that belong to these tokens; None for all rows.
     """
-    targets_M = batch.input_ids.flatten()[rows_M + 1]
-    events_M2 = grouped(logits_NV, targets_M[:, None], selected_M)  # two events: the token, and any other token
-    losses_M = events_M2.logsumexp(-1) - events_M2[:, 0]
+    losses_M = cross_entropy(logits_NV, batch.input_ids.flatten()[rows_M + 1], selected_M)
     if weights is not None:
         losses_M = losses_M * weights.flatten()[rows_M]
     return losses_M.sum()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,47 +58,36 @@ def first_fit(lengths: Sequence[int], longest: int) -> list[list[int]]:
 
 def pack(batch: EncodedBatch) -> EncodedBatch:
     """Put the documents of a right-padded batch, one a row, into fewer rows of one length: that of `row_length`."""
-    real_BT = batch.attention_mask.bool()
-    lengths_B = real_BT.sum(1)
-    width = row_length(int(lengths_B.max()))
-    rows = first_fit(lengths_B.tolist(), width)
-    order_B = torch.tensor([b for members in rows for b in members])  # row by row
-    row_B, index_B = torch.empty_like(order_B), torch.empty_like(order_B)
-    row_B[order_B] = torch.tensor([row for row, members in enumerate(rows) for _ in members])
-    index_B[order_B] = torch.tensor([index for members in rows for index in range(len(members))])
+    lengths = batch.attention_mask.sum(1).tolist()
+    width = row_length(max(lengths))
+    rows = first_fit(lengths, width)
+    index_B1, start_B1 = (torch.zeros(len(batch), 1, dtype=torch.long) for _ in range(2))  # of a document in its row
+    for members in rows:
+        index_B1[members, 0] = torch.arange(len(members))
+        start_B1[members, 0] = torch.tensor([0, *accumulate(lengths[b] for b in members[:-1])])
 
-    def place(counts_B: Tensor) -> tuple[Tensor, int]:
-        """Return the first place of each document's entries in its row, and the most entries of a row."""
-        ends_B = counts_B[order_B].cumsum(0)
-        sizes_R = torch.zeros(len(rows), dtype=torch.long).index_add_(0, row_B, counts_B)
-        start_B = torch.empty_like(counts_B)
-        start_B[order_B] = ends_B - counts_B[order_B] - (sizes_R.cumsum(0) - sizes_R)[row_B[order_B]]
-        return start_B, int(sizes_R.max())
+    def joined(values: Tensor, counts: list[int], least: int, empty: int) -> Tensor:
+        """Put the first entries of each document into its row, which has at least `least`."""
+        parts = [torch.cat([values[b, : counts[b]] for b in members]) for members in rows]
+        packed = values.new_full((len(rows), max(least, *map(len, parts)), *values.shape[2:]), empty)
+        for row, part in zip(packed, parts, strict=True):
+            row[: len(part)] = part
+        return packed
 
-    starts_B, _ = place(lengths_B)
+    padding = batch.input_ids[batch.attention_mask == 0][:1].tolist() or [0]
     packed: dict[str, Tensor] = {}
-    document, token = real_BT.nonzero(as_tuple=True)
-    there = row_B[document], starts_B[document] + token
     for name in _TOKENS:
-        values = getattr(batch, name)
-        if values is not None:
-            packed[name] = values.new_zeros(len(rows), width)
-            packed[name][there] = values[real_BT]
-    padding = batch.input_ids[batch.attention_mask == 0]
-    packed["input_ids"] += (int(padding[0]) if len(padding) else 0) * (packed["attention_mask"] == 0)
-    packed["documents"] = torch.tensor([[len(members)] for members in rows], dtype=torch.int32).repeat(1, width)
-    packed["documents"][there] = index_B[document].int()
+        if (values := getattr(batch, name)) is not None:
+            packed[name] = joined(values, lengths, width, padding[0] if name == "input_ids" else 0)
+    after = torch.tensor([[len(members)] for members in rows])  # padding is one more document
+    documents = joined(index_B1.expand_as(batch.input_ids), lengths, width, 0)
+    packed["documents"] = documents.where(packed["attention_mask"].bool(), after).int()
     for names, found in (((*_QUESTIONS, *_VALUES), batch.target), (_READS, batch.read_query)):
-        counts_B = (found >= 0).sum(1)
-        first_B, most = place(counts_B)
-        document, entry = (torch.arange(found.shape[1]) < counts_B[:, None]).nonzero(as_tuple=True)
-        there = row_B[document], first_B[document] + entry
+        counts = (found >= 0).sum(1).tolist()
         for name in names:
             values = getattr(batch, name)
-            packed[name] = values.new_full((len(rows), max(1, most), *values.shape[2:]), -1)
-            taken = values[document, entry]
-            moved = taken if name in _VALUES else taken.where(taken < 0, taken + starts_B[document])
-            packed[name][there] = moved
+            moved = values if name in _VALUES else values.where(values < 0, values + start_B1)
+            packed[name] = joined(moved, counts, 1, -1)
     return EncodedBatch(**packed)
 
 

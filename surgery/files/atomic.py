@@ -61,11 +61,20 @@ def open_regular(path: Path, flags: int) -> int:
 
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """Yield a new folder next to `target`, which is removed at the end. Its mark proves to `sweep` who made it."""
+    """Yield a new folder next to `target`, which is removed at the end. Its mark proves to `sweep` who made it.
+
+    Raises:
+        RunError: the name of `target` is too long for the folder's.
+    """
     check_links(target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.with_name(f".{target.name}.surgery-{secrets.randbelow(10**9)}.tmp")
-    folder.mkdir()
+    try:
+        folder.mkdir()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise RunError(str(target), None, "Its name is too long. Set a shorter one.") from error
     try:
         (folder / MARK).write_text(json.dumps({"kind": _TEMPORARY, "of": target.name}), encoding="utf-8")
         yield folder

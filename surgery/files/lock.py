@@ -37,11 +37,11 @@ def hold(folder: Path, field: str = "folder") -> Iterator[None]:
     """
     named, real = Path(os.path.abspath(folder)), Path(os.path.realpath(folder))
     check_links(named)
-    if named.is_symlink() and not named.exists():
+    if os.path.islink(named) and not os.path.exists(named):
         raise RunError(field, str(folder), "It is a symbolic link to nothing. Set another folder, or remove the link.")
-    writable = os.access(next(p for p in (*real.parents, real) if p.exists()), os.W_OK)
+    writable = os.access(next(p for p in (*real.parents, real) if os.path.exists(p)), os.W_OK)
     path = real.parent / f".{real.name}.lock" if writable else real / ".lock"
-    created = [parent for parent in path.parents if not parent.exists()]
+    created = [parent for parent in path.parents if not os.path.exists(parent)]
     try:
         lock = _locked(path, folder, field)
     except OSError as error:
@@ -83,6 +83,8 @@ def _is_of(path: Any, folder: Path) -> bool:
 
 
 def _refusal(error: OSError, folder: Path, field: str) -> RunError:
+    if error.errno == errno.ENAMETOOLONG:  # of the folder, or with what is added for its lock
+        return RunError(field, str(folder), "Its name is too long. Set a shorter one.")
     where = "" if error.filename is None else f" ({error.filename})"
     instead = "Set a folder that you can write into." if error.errno in _DENIED else "Set another folder."
     return RunError(field, str(folder), f"{error.strerror}{where}. {instead}")
@@ -99,8 +101,8 @@ def _is_at(lock: int, path: Path) -> bool:
 def _locked(path: Path, folder: Path, field: str) -> int:
     """Open and lock the lock file, and return its descriptor."""
     for _ in range(_ATTEMPTS):
-        with suppress(FileNotFoundError):  # another process has just removed it, or its folder
-            _make(path.parent)
+        with suppress(FileNotFoundError, FileExistsError):  # another process has just removed it, or its folder
+            path.parent.mkdir(parents=True, exist_ok=True)
             lock = open_regular(path, os.O_RDWR | os.O_CREAT)
             try:
                 _take(lock, path, folder, field)
@@ -109,14 +111,6 @@ def _locked(path: Path, folder: Path, field: str) -> int:
             finally:
                 os.close(lock)
     raise RunError(field, str(folder), f"{path.parent} cannot be created. Choose another folder.")
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:  # it existed, and may have been removed since
-        if folder.is_file():
-            raise
 
 
 def _take(lock: int, path: Path, folder: Path, field: str) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from surgery.errors import RunError
 from surgery.files import lock
+from surgery.files.atomic import new_folder
 from surgery.files.lock import hold
 from tests.support.processes import leftover
 
@@ -133,6 +134,19 @@ def test_a_folder_that_may_not_be_written_is_named_with_what_to_set(
         with pytest.raises(RunError, match=r"^FOLDER: .*/a\. .*Set a folder that"), hold(tmp_path / "a", "FOLDER"):
             pass
         monkeypatch.undo()
+
+
+def test_a_name_that_is_too_long_is_that_of_the_folder(tmp_path: Path) -> None:
+    """Also one that fits itself, but not with what is added for its lock or for a temporary folder."""
+    for length in (300, 250, 240):
+        folder = tmp_path / ("a" * length)
+        with (
+            pytest.raises(RunError, match=rf"/a{{{length}}}(\.|:) Its name is too long"),
+            hold(folder),
+            new_folder(folder),
+        ):
+            pass
+    assert entries(tmp_path) == []
 
 
 def test_where_nothing_can_be_written_beside_the_folder_the_lock_is_in_it(

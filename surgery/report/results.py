@@ -245,6 +245,15 @@ def limits_of(recipe: Recipe, results: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def trained_pairs(recipe: Recipe) -> tuple[int, int] | None:
+    """Smallest and largest number of pairs of KV-retrieval in training, with values as long as those evaluated."""
+    digits = {task.value_digits for task in recipe.evaluate.tasks if task.result_name == "kv_retrieval"}
+    sources = [source for stage in recipe.train.sequence for source in stage.sources if source.task == "kv_retrieval"]
+    retrieving = [source for source in sources if source.weights.uses("answer", "attention")]
+    pairs = [n for source in retrieving if source.value_digits in (digits or {None}) for n in source.pairs]
+    return (min(pairs), max(pairs)) if pairs else None
+
+
 def own_data(recipe: Recipe) -> list[str]:
     """Public names of the user's data sets and files, sorted."""
     return sorted({data.public_name for data in recipe.train.own_data})

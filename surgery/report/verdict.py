@@ -19,6 +19,7 @@ from surgery.report.results import (
     perplexity_text,
     reference_of,
     tests_of,
+    trained_pairs,
     trained_steps,
 )
 from surgery.report.text import duration_text
@@ -112,9 +113,10 @@ def main_place(arms: Mapping[str, Any], recipe: Recipe) -> Place | None:
     own = [place for place in tasks if place[0] == "held_out" and len(place) == 2]
     if own:
         return own[0]
-    sizes, trained = _kv_sizes(hybrid), _trained_pairs(recipe)
+    sizes, trained = _kv_sizes(hybrid), trained_pairs(recipe)
     if sizes:
-        return "kv_retrieval", str(max([size for size in sizes if size <= (trained or size)], default=sizes[0]))
+        within = [size for size in sizes if trained is None or size <= trained[1]]
+        return "kv_retrieval", str(max(within, default=sizes[0]))
     return next((place for place in tasks if not _is_knowledge(place, recipe)), tasks[0] if tasks else None)
 
 
@@ -150,9 +152,9 @@ def tiles_of(results: Mapping[str, Any], recipe: Recipe) -> list[Tile]:
         return Tile(label_of(place, hybrid[place]) + suffix, texts["hybrid"], ", ".join(notes))
 
     tiles = [tile(main)] if main is not None else []
-    sizes, trained = _kv_sizes(hybrid), _trained_pairs(recipe)
+    sizes, trained = _kv_sizes(hybrid), trained_pairs(recipe)
     if sizes and main != ("kv_retrieval", str(sizes[-1])):
-        beyond = trained is not None and sizes[-1] > trained
+        beyond = trained is not None and sizes[-1] > trained[1]
         tiles.append(tile(("kv_retrieval", str(sizes[-1])), ", beyond training" * beyond))
     tiles += [tile(place) for place in hybrid if place != main and _is_knowledge(place, recipe)][:1]
     if "sizes" in results:
@@ -174,12 +176,6 @@ def tiles_of(results: Mapping[str, Any], recipe: Recipe) -> list[Tile]:
 def _kv_sizes(hybrid: Mapping[Place, Entry]) -> list[int]:
     """Numbers of pairs that KV-retrieval was measured at, in order."""
     return sorted(int(place[1]) for place in hybrid if place[0] == "kv_retrieval" and len(place) == 2)
-
-
-def _trained_pairs(recipe: Recipe) -> int | None:
-    """The largest number of pairs in training, or None."""
-    sources = [source for stage in recipe.train.sequence for source in stage.sources]
-    return max((source.pairs[1] for source in sources if source.task == "kv_retrieval"), default=None)
 
 
 def _is_task(place: Place, entry: Entry) -> bool:

@@ -31,7 +31,7 @@ from surgery.models.loading import has_tokenizer, load_model, load_tokenizer
 from surgery.models.sizes import sizes_of
 from surgery.probes.documents import answer_list
 from surgery.probes.registry import PROBES
-from surgery.report.results import LONGEST_EXAMPLE, arm_label, ordered_arms
+from surgery.report.results import LONGEST_EXAMPLE, arm_label, ordered_arms, trained_pairs
 from surgery.report.run_report import write_report
 from surgery.run.context import SPLICE_TEACHER, TRAIN_TEACHER, Run, part_of, sample_batch
 from surgery.run.stage import PROMPTS, Stage
@@ -138,9 +138,6 @@ def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], bega
 
     recipe = run.recipe
     summaries = {name: arm.summary for name, arm in arms.items()}
-    sources = [source for stage in recipe.train.sequence for source in stage.sources]
-    trained = [source.pairs for source in sources if source.task == "kv_retrieval" and source.weights.uses("answer")]
-    span = (min(p[0] for p in trained), max(p[1] for p in trained)) if trained else None
     labels, costs = {name: arm_label(name, recipe) for name in arms}, None
     with new_folder(run.folder / "figures" / "evaluate") as figures:
         held_out = summaries["hybrid"].get("held_out", {})
@@ -150,7 +147,7 @@ def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], bega
             held_out_accuracy(own, labels, figures)
         if summaries["base"]["kv_retrieval"]:
             by_pairs = {name: arm["kv_retrieval"] for name, arm in summaries.items()}
-            accuracy_by_pairs(by_pairs, figures, span, labels=labels)
+            accuracy_by_pairs(by_pairs, figures, trained_pairs(recipe), labels=labels)
         _draw_attention(run, figures)
         if (section := recipe.evaluate.efficiency) is not None:
             costs = efficiency({"base": run.base(), "hybrid": run.model("trained")}, section)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from surgery.report.results import entries, label_of, rows_of, skipped_of_lm_eval, value_text
+from surgery.recipe import check_recipe
+from surgery.report.results import entries, label_of, rows_of, skipped_of_lm_eval, trained_pairs, value_text
 
 
 def test_held_out_data_may_have_any_name() -> None:
@@ -30,6 +31,18 @@ def test_every_metric_of_lm_eval_is_an_entry() -> None:
     assert [label_of(*entry) for entry in found] == labels
     assert [value_text(entry) for _, entry in found] == ["0.500", "0.750"] and found[0][1]["n"] == 4
     assert skipped_of_lm_eval({"base": {}, "hybrid": {"lm_eval": tasks}}) == {"absent": "no data"}
+
+
+def test_pairs_in_training_are_those_with_values_of_the_evaluated_length() -> None:
+    weights: dict[str, Any] = {"weights": {"answer": 1.0}}
+    source = {"task": "kv_retrieval", "rows": 1, **weights}
+    long = {**source, "pairs": [16, 40], "value_digits": [3, 6]}
+    train = {"steps": 1, "sources": [{**source, "pairs": [50, 80]}, {**source, "pairs": [60, 100]}, long]}
+    for task, expected in (({}, (50, 100)), ({"value_digits": [3, 6]}, (16, 40)), ({"name": "mine"}, (50, 100))):
+        tasks = [{"task": "kv_retrieval", "pairs": [8], **task}]
+        recipe = {"name": "a", "base": {"model": "m"}, "train": train, "evaluate": {"tasks": tasks}}
+        assert trained_pairs(check_recipe(recipe)) == expected
+    assert trained_pairs(check_recipe({**recipe, "train": {"sources": [{**source, "task": "records"}]}})) is None
 
 
 def test_a_task_is_hidden_if_every_arm_is_at_chance() -> None:

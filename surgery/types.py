@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -79,7 +79,8 @@ class HeadId:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(cls.parse, core_schema.str_schema(strict=True))
+        name, text = core_schema.str_schema(strict=True), core_schema.to_string_ser_schema()
+        return core_schema.no_info_after_validator_function(cls.parse, name, serialization=text)
 
 
 @dataclass(frozen=True)
@@ -319,25 +320,12 @@ class Plan:
 
 def to_json(value: HeadSet | Plan) -> dict[str, Any]:
     """Return the JSON form of a value, with heads as names. Inverse: `head_set_from_json`, `plan_from_json`."""
-
-    def plain(x: Any) -> Any:
-        if isinstance(x, HeadId):
-            return str(x)
-        if isinstance(x, (HeadSet, Plan, ScoredHead, ScoredGroup, Graft, MixerSpec, Interval)):
-            return {k: plain(getattr(x, k)) for k in (f.name for f in fields(x)) if k not in _omitted(x)}
-        if isinstance(x, Mapping):
-            return {k: plain(v) for k, v in x.items()}
-        return [plain(v) for v in x] if isinstance(x, (tuple, list)) else x
-
-    result = plain(value)
-    assert isinstance(result, dict)
-    return result
-
-
-def _omitted(value: Any) -> tuple[str, ...]:
-    """Fields that the JSON form omits: cost and section, and those of inserted layers where there are none."""
-    always = ("cost", "section")
-    return (*always, "form", "before") if isinstance(value, Graft) and value.form == "head" else always
+    kind: type = type(value)
+    data: dict[str, Any] = _adapter(kind).dump_python(value, mode="json", exclude={"cost", "section"}, warnings=False)
+    for graft in data.get("grafts", ()):
+        if graft["form"] == "head":  # there is no inserted layer
+            del graft["form"], graft["before"]
+    return data
 
 
 def head_set_from_json(data: Mapping[str, Any]) -> HeadSet:

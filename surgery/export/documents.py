@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from surgery.errors import ModelError, PlanError, reading
 from surgery.export.files import AGAIN, read_object
+from surgery.recipe.public import public_name
 from surgery.types import Plan, head_set_from_json, plan_from_json
+
+WHOLE = ", the whole layer"  # after the name of a layer
+_ROW = re.compile(rf"\| *L\d+(H\d+|{WHOLE}) *\|")  # of a model card's table of spliced heads
 
 
 def check_documents(folder: Path, stated: tuple[str, Plan] | None) -> tuple[list[str], list[str]]:
@@ -36,10 +41,12 @@ def check_documents(folder: Path, stated: tuple[str, Plan] | None) -> tuple[list
     absent += [f"{name}: not in the folder" for name in ("plan.json", "heads.json") if name not in agree]
     card = folder / "README.md"
     with reading("README.md", None, AGAIN):
-        rows = card_table(card.read_text(encoding="utf-8")) if card.is_file() else []
-        if rows and plan is not None:
-            check_card(rows, plan)
-            return [*agree, "README.md"], absent
+        rows = _rows_in(card.read_text(encoding="utf-8")) if card.is_file() else []
+    if rows and plan is not None:
+        found, expected = _compared(rows), _compared(card_rows(plan))
+        if found != expected:
+            raise ModelError("README.md", f"its table has {found}", f"The splice has {expected}.")
+        return [*agree, "README.md"], absent
     return agree, [*absent, "README.md: no table of spliced heads"]
 
 
@@ -77,33 +84,26 @@ def _check_heads(folder: Path, plan: Plan) -> None:
         raise ModelError("heads.json", value, f"They name different heads. {AGAIN}")
 
 
-def card_table(text: str) -> list[dict[str, str]]:
-    """Parse a model card's table of spliced heads. Returns its rows by column name; empty if there is no such table."""
-    rows: list[dict[str, str]] = []
-    header: list[str] = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if not line.startswith("|"):
-            header = []
-        elif cells[0] == "spliced head":
-            header = cells
-        elif header and set(line) - set("|-: "):
-            rows.append(dict(zip(header, cells, strict=False)))
+def card_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Rows of the model card's table of spliced heads, without roles: head or layer, mode, init or donor, reads."""
+    rows: list[tuple[str, ...]] = []
+    for graft in plan.grafts:
+        layer = graft.site.layer
+        if graft.unit == "layer":
+            teacher = public_name(plan.teacher) if plan.teacher else "a teacher"
+            rows.append((f"L{layer}{WHOLE}", graft.mode, f"{graft.donors[0]} of {teacher}", ""))
+            continue
+        for head, reads in zip(graft.heads, graft.reads, strict=True):
+            rows.append((f"L{layer}H{head}", graft.how, graft.init, reads.replace("_", " ")))
     return rows
 
 
-def check_card(rows: list[dict[str, str]], plan: Plan) -> None:
-    """Raise ModelError if the rows of a card's table name another splice than the plan."""
-    expected: list[tuple[str, ...]] = []
-    for graft in plan.grafts:
-        if graft.unit == "layer":
-            expected.append((f"L{graft.site.layer}, the whole layer", graft.mode))
-            continue
-        for head, reads in zip(graft.heads, graft.reads, strict=True):
-            expected.append((f"L{graft.site.layer}H{head}", graft.how, graft.init, reads.replace("_", " ")))
-    listed: list[tuple[str, ...]] = []
-    for cells in rows:
-        columns = ("mode",) if "whole layer" in cells["spliced head"] else ("mode", "init", "reads")
-        listed.append((cells["spliced head"], *(cells.get(column, "") for column in columns)))
-    if sorted(listed) != sorted(expected):
-        raise ModelError("README.md", f"its table has {sorted(listed)}", f"The splice has {sorted(expected)}.")
+def _rows_in(card: str) -> list[tuple[str, ...]]:
+    """The same rows in the text of a card; none if it has no such table."""
+    lines = [line.strip().strip("|").split("|") for line in card.splitlines() if _ROW.match(line)]
+    return [tuple(cell.strip() for cell in cells) for cells in lines]
+
+
+def _compared(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Cells that config and plan state. A config does not name the teacher of a layer."""
+    return sorted(row[:2] if row[0].endswith(WHOLE) else row[:4] for row in rows)

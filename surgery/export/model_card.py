@@ -17,6 +17,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from surgery import __version__
 from surgery.errors import SurgeryError, reading
+from surgery.export.documents import WHOLE, card_rows
 from surgery.export.formats import ExportFormat
 from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.export import EXPORT_FORMATS
@@ -26,7 +27,7 @@ from surgery.recipe.yaml import load_yaml
 from surgery.report.results import entries, label_of, limits_of, measurements_of, own_data
 from surgery.report.templates import render
 from surgery.report.verdict import base_at_chance, verdict_of
-from surgery.types import HeadId, HeadSet, Plan
+from surgery.types import HeadSet, Plan
 
 
 def model_card(
@@ -148,19 +149,9 @@ def _origins(recipe: Recipe, plan: Plan, base_card: Mapping[str, Any]) -> dict[s
 
 
 def _spliced_heads(heads: HeadSet | None, plan: Plan) -> list[tuple[str, ...]]:
-    """Table rows: head or layer, mode, init or donor, reads, role."""
-    rows: list[tuple[str, ...]] = []
-    roles = {scored.head: scored.role for scored in heads.heads} if heads is not None else {}
-    for graft in plan.grafts:
-        layer = graft.site.layer
-        if graft.unit == "layer":
-            donor = f"{graft.donors[0]} of {public_name(plan.teacher) if plan.teacher else 'a teacher'}"
-            rows.append((f"L{layer}, the whole layer", graft.mode, donor, "", ""))
-            continue
-        for head, reads in zip(graft.heads, graft.reads, strict=True):
-            role = roles.get(HeadId(layer, head), "unknown")
-            rows.append((f"L{layer}H{head}", graft.how, graft.init, reads.replace("_", " "), role))
-    return rows
+    """Table rows: those of `card_rows`, with the role of each head."""
+    roles = {str(scored.head): scored.role for scored in heads.heads} if heads is not None else {}
+    return [(*row, "" if row[0].endswith(WHOLE) else roles.get(row[0], "unknown")) for row in card_rows(plan)]
 
 
 def _acts_by_measurement(heads: HeadSet | None) -> bool:

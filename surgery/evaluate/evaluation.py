@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,23 +10,24 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.data.generation import exact_answers, generate_answers
+from surgery.data.generation import ExactAnswers, exact_answers, generate_answers
 from surgery.data.ranking import LARGEST, answer_nats, perplexity, ranked
 from surgery.data.user import named_data, read_documents
 from surgery.errors import fitting
 from surgery.evaluate.contrasts import contrasts, gap_closed
-from surgery.evaluate.held_out import examples_of
 from surgery.evaluate.lm_eval import run_lm_eval
-from surgery.evaluate.prompts import PromptSet, make_prompts
-from surgery.evaluate.read_twice import READ_TWICE
+from surgery.evaluate.prompts import READ_TWICE, PromptSet, make_prompts
 from surgery.models.alterations import HEADS_OFF
 from surgery.models.loading import check_vocabulary
 from surgery.models.runtime import evaluating
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import Document
 from surgery.recipe import Evaluate, Train
+from surgery.report.text import cut_middle
 from surgery.stats import bootstrap_mean, wilson
 
+_SHOWN = 12  # rows of a data set
+_PROMPT = 2000  # characters of a prompt to keep
 Progress = Callable[[int, int], None]
 
 
@@ -206,3 +207,41 @@ def compare_arms(arms: Mapping[str, Arm], seed: int = 0) -> dict[str, Any]:
             for task, hybrid in flags["hybrid"].items()
         }
     return comparisons
+
+
+def examples_of(documents: Sequence[Document], answers: ExactAnswers) -> list[dict[str, str]]:
+    """Select a dozen rows, spread evenly over all. They depend on the number of documents only.
+
+    Returns:
+        For each row: `prompt`, a long one cut in the middle; `wanted`, the answer without the end token; `generated`,
+        the model's text.
+    """
+    count = min(_SHOWN, len(documents))
+    chosen = [i * len(documents) // count for i in range(count)]
+    return [
+        {
+            "prompt": cut_middle(documents[i].text[: documents[i].questions[-1].answer[0]], _PROMPT),
+            "wanted": answers.wanted[i],
+            "generated": answers.generated[i],
+        }
+        for i in chosen
+    ]
+
+
+def side_by_side(examples: Mapping[str, Mapping[str, Sequence[dict[str, str]]]]) -> dict[str, list[dict[str, Any]]]:
+    """Join the examples of all arms: entry `held_out_examples` of results.json.
+
+    Args:
+        examples: arm -> data set -> examples of the same rows.
+
+    Returns:
+        Data set -> rows with `prompt`, `wanted` and `generated`, the text of each arm.
+    """
+    joined: dict[str, list[dict[str, Any]]] = {}
+    for name in dict.fromkeys(name for of_arm in examples.values() for name in of_arm):
+        by_arm = {arm: of_arm[name] for arm, of_arm in examples.items() if name in of_arm}
+        joined[name] = [
+            {**rows[0], "generated": {arm: row["generated"] for arm, row in zip(by_arm, rows, strict=True)}}
+            for rows in zip(*by_arm.values(), strict=True)
+        ]
+    return joined

@@ -20,11 +20,9 @@ from surgery import __version__
 from surgery.data.generation import exact_answers
 from surgery.data.offsets import encode_alike
 from surgery.evaluate.efficiency import efficiency
-from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, mark_seen
-from surgery.evaluate.held_out import side_by_side
+from surgery.evaluate.evaluation import Arm, compare_arms, evaluate_model, held_out_documents, mark_seen, side_by_side
 from surgery.evaluate.lm_eval import check_tasks
-from surgery.evaluate.prompts import PromptSet, make_prompts
-from surgery.evaluate.read_twice import READ_TWICE, prompts_twice
+from surgery.evaluate.prompts import READ_TWICE, PromptSet, make_prompts, prompts_twice
 from surgery.files.atomic import new_folder, read_json, write_json
 from surgery.models.alterations import HEADS_OFF, heads_off
 from surgery.models.loading import has_tokenizer, load_model, load_tokenizer
@@ -132,9 +130,9 @@ def _example(run: Run, prompts: PromptSet, arms: Mapping[str, Arm], hybrid: PreT
 
 def _write_results(run: Run, arms: dict[str, Arm], more: Mapping[str, Any], began: float) -> None:
     """Write the figures, results.json and report.html. `more` are entries of the results, left out where empty."""
-    from surgery.report.figures.costs import costs_by_length  # matplotlib is slow to import
+    from surgery.report.figures.by_value import held_out_accuracy  # matplotlib is slow to import
+    from surgery.report.figures.costs import costs_by_length
     from surgery.report.figures.curves import accuracy_by_pairs
-    from surgery.report.figures.own_data import held_out_accuracy
 
     recipe = run.recipe
     summaries = {name: arm.summary for name, arm in arms.items()}

@@ -1,4 +1,4 @@
-"""Panels of results: of a sweep by the value of a key, of an analysis by the part of the model that was changed."""
+"""Panels of results: of a sweep by value, of an analysis by changed part of the model, of the user's rows by arm."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from surgery.report.figures.canvas import (
     save,
     style,
 )
+from surgery.report.text import cut_middle
 
 Estimate = Mapping[str, float]  # value, low, high
 Panels = dict[str, Sequence[Estimate | None]]  # title -> result by value
@@ -32,6 +33,8 @@ Tasks = Mapping[str, Any]  # task -> accuracy, low, high (0 to 1) and n; and `pe
 _GROUPS = {"retrieval": "retrieval tasks", "knowledge": "knowledge tasks", "held_out": "held-out rows, exact match"}
 _SHARES = {"accuracy": "accuracy", "share_of_teacher": "share of the teacher's accuracy"}
 _COUNTS = {"kv_bytes_per_token": "KV bytes a token", "state_bytes": "state bytes", "new_parameters": "new weights"}
+_ROW_HEIGHT = 0.27  # inches
+_OWN_HEADER = ["data", "arm", "accuracy", "low", "high", "n"]
 _HEADER = ["arm", "task", "accuracy", "low", "high", "n"]
 _PARTS = {  # title and x axis
     "tasks_by_arm": ("Retrieval and knowledge with parts of the model removed", ""),
@@ -116,6 +119,42 @@ def tasks_by_part(
         for task in [*tasks, "perplexity"]
     ]
     return save(figure, folder, kind, _HEADER, rows)
+
+
+@style()
+def held_out_accuracy(
+    data: Mapping[str, Mapping[str, Mapping[str, float]]], labels: Mapping[str, str], folder: Path
+) -> list[Path]:
+    """Draw the share of held-out rows that each arm generates exactly, one panel per data set: `held_out_accuracy.*`.
+
+    Args:
+        data: data set -> arm -> `accuracy`, `low`, `high` (0 to 1) and `n` rows. Arms in the order to draw.
+        labels: names of arms, by arm. Others keep their own name.
+    """
+    longest = max(len(labels.get(arm, arm)) for arms in data.values() for arm in arms)
+    left, top = 0.3 + 0.068 * longest, 0.95
+    heights = [_ROW_HEIGHT * len(arms) + 0.75 for arms in data.values()]
+    figure = new_figure(left + 5.3, 0.85 + sum(heights))
+    add_heading(figure, "Held-out rows of your data", "Generated answers that match exactly. Bars: 95% intervals.")
+    for (name, arms), height in zip(data.items(), heights, strict=True):
+        axes = add_axes(figure, left, top, 4.4, _ROW_HEIGHT * len(arms))
+        top += height
+        axes.set(xlim=(0, 1), ylim=(len(arms) - 0.5, -0.5))
+        axes.set_yticks(range(len(arms)), [labels.get(arm, arm) for arm in arms])
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x")
+        rows = int(max(entry["n"] for entry in arms.values()))
+        axes.set_title(f"{cut_middle(name, 60)}, {rows} rows", size=9, loc="left")
+        for place, (arm, look) in enumerate(looks_of(list(arms)).items()):
+            draw_intervals(axes, [place], [arms[arm]], look, sideways=True)
+            axes.text(1.03, place, f"{100 * arms[arm]['accuracy']:.1f}%", size=8.5, color=look[0], va="center")
+    cells = [
+        [name, arm, *(entry[key] for key in _OWN_HEADER[2:])]
+        for name, arms in data.items()
+        for arm, entry in arms.items()
+    ]
+    return save(figure, folder, "held_out_accuracy", _OWN_HEADER, cells)
 
 
 def _label(task: str, chance: Mapping[str, float]) -> str:

@@ -11,8 +11,7 @@ import torch
 from surgery.data.generation import ExactAnswers
 from surgery.data.ranking import LARGEST
 from surgery.errors import ModelError, RunError
-from surgery.evaluate.evaluation import compare_arms, evaluate_model, mark_seen
-from surgery.evaluate.held_out import examples_of, side_by_side
+from surgery.evaluate.evaluation import compare_arms, evaluate_model, examples_of, mark_seen, side_by_side
 from surgery.evaluate.prompts import make_prompts
 from surgery.probes.documents import Document, Question
 from surgery.probes.registry import PROBES

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from surgery.errors import ProbeError
 from surgery.evaluate.evaluation import evaluate_model
-from surgery.evaluate.prompts import make_prompts
-from surgery.evaluate.read_twice import prompts_twice, read_twice
+from surgery.evaluate.prompts import make_prompts, prompts_twice, read_twice
 from surgery.probes.documents import Document, rng_of
 from surgery.probes.registry import PROBES, Options
 from surgery.recipe import Evaluate

@@ -17,11 +17,10 @@ from matplotlib.text import Text
 from surgery.recipe.methods import Column, all_columns
 from surgery.report.figures import heatmaps
 from surgery.report.figures.attention import attention_map
-from surgery.report.figures.by_value import results_by_value, tasks_by_part
+from surgery.report.figures.by_value import held_out_accuracy, results_by_value, tasks_by_part
 from surgery.report.figures.costs import costs_by_length
 from surgery.report.figures.curves import accuracy_by_pairs, training_curve
 from surgery.report.figures.heatmaps import head_maps, panel_columns
-from surgery.report.figures.own_data import held_out_accuracy
 from surgery.types import Interval
 from tests.support.reports import ARMS as COSTS
 from tests.support.reports import EFFECTS, head_set

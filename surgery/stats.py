@@ -74,14 +74,10 @@ def means_are_positive(values_CN: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def at_least(successes: int, n: int, p: float) -> float:
-    """Probability of so many successes or more in `n` independent trials that succeed with probability `p`, below 1."""
-    if p == 0:
-        return float(successes == 0)
-    whole, win, lose = math.lgamma(n + 1), math.log(p), math.log1p(-p)
-    logs = (
-        whole - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * win + (n - k) * lose for k in range(successes, n + 1)
-    )
-    return min(1.0, math.fsum(map(math.exp, logs)))
+    """Probability of so many successes or more in `n` independent trials that succeed with probability `p`."""
+    from scipy.stats import binom  # slow to import
+
+    return float(binom.sf(successes - 1, n, p))
 
 
 def holm(p_values: list[float], level: float = 0.05) -> list[bool]:

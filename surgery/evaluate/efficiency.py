@@ -173,7 +173,7 @@ def spread_of(values: list[float]) -> float:
     return (high - low) / median(values)
 
 
-def transformer_like(config: PreTrainedConfig, parameters: int, seed: int = 0) -> PreTrainedModel:
+def transformer_like(config: PreTrainedConfig, parameters: int) -> PreTrainedModel:
     """Make a Llama with random weights and a model's width, depth and vocabulary, to compare costs with.
 
     The width of its MLP is such that it has about so many parameters.
@@ -198,6 +198,6 @@ def transformer_like(config: PreTrainedConfig, parameters: int, seed: int = 0) -
         bos_token_id=None,
         eos_token_id=None,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(llama, dtype=shape.dtype)
     return model.eval()

@@ -130,21 +130,13 @@ def verify_copy(folder: Path, trust_remote_code: bool = False) -> dict[str, Any]
         if data.get("architectures") != [CLASS] or data.get("auto_map"):
             value = f"architectures {data.get('architectures')}, auto_map {data.get('auto_map')}"
             raise ModelError("config.json", value[:200], f"With inserted layers it names {CLASS} and no code. {AGAIN}")
-    with nullcontext(folder) if trust_remote_code else private_copy(folder) as checked:
-        check_code(checked, config, trust_remote_code)
-        return {"tensors": tensors, **reload_and_compare(folder, checked, config)}
-
-
-def reload_and_compare(folder: Path, checked: Path, config: PreTrainedConfig) -> dict[str, Any]:
-    """Reload a copy and compare it with the reference of the export in `folder`. Returns and raises as `verify_copy`.
-
-    `checked` is the folder to load, whose code may run.
-    """
-    report: dict[str, Any] = {"not_checked": []}
     has_reference = (folder / REFERENCE).is_file()
     reference = read_reference(folder / REFERENCE, config.vocab_size) if has_reference else {}
-    ids, remote_code = reference.get("ids", prompt_ids(config.vocab_size)), not has_inserted(config)
-    reloaded = reload(checked, ids, ("float32",), remote_code)
+    ids = reference.get("ids", prompt_ids(config.vocab_size))
+    with nullcontext(folder) if trust_remote_code else private_copy(folder) as checked:
+        check_code(checked, config, trust_remote_code)
+        reloaded = reload(checked, ids, ("float32",), not has_inserted(config))
+    report: dict[str, Any] = {"tensors": tensors, "not_checked": []}
     if reference:
         report["max_logit_difference"], report["generated_tokens"] = compare(reference, reloaded, "float32")
     else:

@@ -104,8 +104,7 @@ class StageTrainer:
 
         Raises:
             TrainingDiverged: loss or gradient is not finite, or the loss has grown. The last good checkpoint is kept.
-            RunError: out of memory, torch.compile fails, the launch does not support the recipe, or a base or teacher
-                is missing.
+            RunError: out of memory, torch.compile fails, the launch does not support the recipe, or a base is missing.
         """
         self.prepare()
         lengths = stage_lengths(self.history, self.section)
@@ -344,7 +343,7 @@ class StageTrainer:
 
 
 def check_launch(section: Train, stage: TrainStage, targets: Targets, accelerator: Accelerator) -> None:
-    """Raise RunError if the launch does not support the recipe, or a base or teacher is missing."""
+    """Raise RunError if the launch does not support the recipe, or a base is missing."""
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise RunError("fsdp_version", 1, "Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does.")
     if accelerator.is_fsdp2 and section.check_every is not None:
@@ -357,5 +356,3 @@ def check_launch(section: Train, stage: TrainStage, targets: Targets, accelerato
         for name in source.weights.at(0.5):
             if "base.logits" in OBJECTIVES[name].needs and targets.base is None:
                 raise RunError(f"{source.field}.weights", name, "It compares with the frozen base. Pass `base`.")
-            if OBJECTIVES[name].needs_teacher and targets.teacher is None:
-                raise RunError("train.teacher", None, f"{name} compares with a teacher. Set train.teacher.")

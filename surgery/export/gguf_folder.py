@@ -27,34 +27,6 @@ from surgery.recipe import Export
 
 _CONTROL = 3  # type of a special token in a GGUF file
 FILE = "model.gguf"
-_NAMES = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
-_IN_LAYER = {
-    "norm.weight": "attn_norm.weight",
-    "mixer.in_proj.weight": "ssm_in.weight",
-    "mixer.conv1d.weight": "ssm_conv1d.weight",
-    "mixer.conv1d.bias": "ssm_conv1d.bias",
-    "mixer.dt_bias": "ssm_dt.bias",
-    "mixer.A_log": "ssm_a",
-    "mixer.D": "ssm_d",
-    "mixer.norm.weight": "ssm_norm.weight",
-    "mixer.out_proj.weight": "ssm_out.weight",
-    "mixer.q_proj.weight": "attn_q.weight",
-    "mixer.k_proj.weight": "attn_k.weight",
-    "mixer.v_proj.weight": "attn_v.weight",
-    "mixer.o_proj.weight": "attn_output.weight",
-    "mixer.up_proj.weight": "ffn_up.weight",
-    "mixer.up_proj.bias": "ffn_up.bias",
-    "mixer.down_proj.weight": "ffn_down.weight",
-    "mixer.down_proj.bias": "ffn_down.bias",
-    "mixer.gate.weight": "ffn_gate_inp.weight",
-    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
-    "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
-    "mixer.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
-    "mixer.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
-    "mixer.experts.*.up_proj.weight": "ffn_up_exps.weight",  # of all experts in one tensor
-    "mixer.experts.*.down_proj.weight": "ffn_down_exps.weight",
-}
 _OF_EXPERTS = {  # fields of llama.cpp and of config.json
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -201,14 +173,19 @@ def _check_vocabulary(folder: Path, fields: Mapping[str, Any]) -> None:
 
 def _check_tensors(folder: Path, tensors: Mapping[str, Any]) -> None:
     """Compare every tensor."""
-    from gguf import dequantize
+    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
 
     config = read_object(folder, "config.json")
+    pattern = config["hybrid_override_pattern"]
+    architecture = getattr(MODEL_ARCH, "NEMOTRON_H_MOE" if "E" in pattern else "NEMOTRON_H", None)
+    if architecture is None:
+        raise ModelError(FILE, "the installed package gguf is too old", "Update it: pip install --upgrade gguf.")
+    names = get_tensor_name_map(architecture, len(pattern))
     regular = {path.name: path for path in folder.iterdir() if path.is_file()}
     stored = inventory(weight_files(regular.get))
     sources: dict[str, list[str]] = {}  # names in the checkpoint by that in llama.cpp; experts by their numbers
     for source in sorted(stored, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
-        sources.setdefault(_in_llama_cpp(source), []).append(source)
+        sources.setdefault(_in_llama_cpp(source, names), []).append(source)
     for name in sorted(set(tensors) ^ set(sources)):
         fault = "missing" if name in sources else "not of the model"
         raise ModelError(FILE, f"tensor {name}", f"It is {fault}. {AGAIN}")
@@ -248,11 +225,8 @@ def _as_stored(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[str
     return orders
 
 
-def _in_llama_cpp(source: str) -> str:
-    """Name in llama.cpp of a tensor of the checkpoint. Those of all experts have one name."""
-    if source.startswith("backbone.layers."):
-        layer, inside = source.removeprefix("backbone.layers.").split(".", 1)
-        inside = re.sub(r"\.experts\.\d+\.", ".experts.*.", inside)
-        return f"blk.{layer}.{_IN_LAYER.get(inside, inside)}"
-    stem, _, last = source.rpartition(".")
-    return f"{_NAMES.get(stem, stem)}.{last}"
+def _in_llama_cpp(source: str, names: Any) -> str:
+    """Name in llama.cpp of a tensor of the checkpoint, from the package's map. Those of all experts have one name."""
+    inside = re.sub(r"^backbone(\.layers\.\d+\.)mixer(\.experts\.)\d+\.", r"model\1mlp\2", source)
+    inside = inside.replace("e_score_correction_bias", "e_score_correction.bias").replace("dt_bias", "dt_proj.bias")
+    return names.get_name(inside, try_suffixes=(".weight", ".bias")) or source

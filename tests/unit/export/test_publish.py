@@ -86,7 +86,7 @@ def call(hub: HubServer, folder: Path) -> Caller:
 
 
 def test_a_new_repository_is_private_and_holds_the_folder(call: Caller) -> None:
-    """The second time nothing is sent and nothing committed."""
+    """Later only what has changed is sent, and nothing is committed if nothing has."""
     done = call()
     repository = call.hub.repositories[NAME]
     assert repository.private and done.private
@@ -97,6 +97,9 @@ def test_a_new_repository_is_private_and_holds_the_folder(call: Caller) -> None:
     received, second = call.hub.received, call()
     assert second.sent == () and second.commit == done.commit and second.checked == 5
     assert call.hub.received == received and len(repository.commits) == 2
+    (call.folder / "config.json").write_text('{"a": 2}\n')
+    assert call().sent == ("config.json", RECORD)
+    assert call.hub.received == received and call.hub.files(NAME) == contents(call.folder)
 
 
 def test_nothing_goes_by_accident_where_everyone_can_read(call: Caller) -> None:
@@ -106,14 +109,6 @@ def test_nothing_goes_by_accident_where_everyone_can_read(call: Caller) -> None:
     call.hub.create("someone/other", private=True)
     assert call(repo_id="someone/other", public=True).private and any("stays private" in line for line in call.said)
     assert not call(repo_id="someone/new", public=True).private and not call.hub.repositories["someone/new"].private
-
-
-def test_only_what_changed_is_sent(call: Caller) -> None:
-    call()
-    received = call.hub.received
-    (call.folder / "config.json").write_text('{"a": 2}\n')
-    assert call().sent == ("config.json", RECORD)
-    assert call.hub.received == received and call.hub.files(NAME) == contents(call.folder)
 
 
 def test_what_another_export_left_goes_and_other_files_stay(call: Caller) -> None:
@@ -160,7 +155,7 @@ def test_an_interrupted_upload_goes_on(call: Caller, waits: list[float]) -> None
     assert len(waits) == TRIES * 5, "the client itself tries again as well"
 
 
-def test_rate_limits_are_waited_for(call: Caller) -> None:
+def test_rate_limits_and_faults_of_the_hub_are_waited_for(call: Caller) -> None:
     for branch, (path, doing) in enumerate((
         ("/repos/create", "find or create the repository"),
         ("/branch/", "create the branch 1"),
@@ -171,6 +166,10 @@ def test_rate_limits_are_waited_for(call: Caller) -> None:
         call.said.clear(), call.slept.clear()
         assert call(revision=str(branch)).checked == 5 and call.slept == [7.0, 7.0], path
         assert call.said.count(f"could not {doing} (429, no); retrying in 7 s") == 2
+    call.hub.fail("POST", "/commit/", 503, times=2)
+    call.slept.clear()
+    assert call(repo_id="someone/other").checked == 5 and call.slept == [1.0, 2.0]
+    assert len(call.hub.repositories["someone/other"].commits) == 2
 
 
 def test_waiting_has_a_bound(call: Caller) -> None:
@@ -186,12 +185,6 @@ def test_waiting_has_a_bound(call: Caller) -> None:
         call.hub.failures[0].headers = {"Retry-After": text}
         call.slept.clear()
         assert f"{AGAIN} {said}" in call.refused() and call.slept == slept, text
-
-
-def test_a_fault_of_the_hub_is_tried_again_and_makes_no_second_commit(call: Caller) -> None:
-    call.hub.fail("POST", "/commit/", 503, times=2)
-    assert call().checked == 5 and call.slept == [1.0, 2.0]
-    assert len(call.hub.repositories[NAME].commits) == 2
 
 
 def test_a_rejected_upload_of_many_files_leaves_nothing(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:

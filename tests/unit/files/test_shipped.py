@@ -83,14 +83,11 @@ class TestModels:
         ("name", "close"),
         [
             ("checkpoints/pico_far", [PICO]),
-            ("./pico_far", [PICO]),
             ("pico-far", [PICO]),
             ("checkpoints/quickstart/exprt", [EXPORT]),
             ("quickstart", [EXPORT]),
             ("checkpoints/quickstart", [EXPORT]),
-            ("runs/export", []),
             ("other/pico-far", []),
-            ("zzz", []),
             ("", []),
         ],
     )
@@ -106,16 +103,13 @@ class TestPaths:
     @each(
         "name",
         [
+            *("", ".", "checkpoints", "checkpoints/pico-far2", "checkpoints/pico-far/no.bin", "runs/x/export"),
             *(
-                "",
-                ".",
-                "checkpoints",
-                "checkpoints/pico-mamba2",
-                "checkpoints/pico-far2",
-                "checkpoints/pico-far/no.bin",
+                "checkpoints/../checkpoints/pico-far",
+                "/checkpoints/pico-far",
+                "state-spaces/mamba2-130m",
+                f"{PICO}@main",
             ),
-            *("surgery", "docs", "runs/x/export", "checkpoints/../checkpoints/pico-far", "/checkpoints/pico-far"),
-            *("state-spaces/mamba2-130m", f"{PICO}@main", "bench/studies/head_choice/recipes", "pyproject.toml"),
         ],
     )
     def test_nothing_else_changes(self, empty: Path, name: str) -> None:

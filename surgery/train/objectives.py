@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from surgery.errors import RecipeError
 from surgery.recipe.objectives import NEEDS, OBJECTIVES, ObjectiveInfo
@@ -112,29 +112,30 @@ def _losses() -> ModuleType:
     return import_module("surgery.train.losses")
 
 
-class _PerToken(Objective):
-    """An objective with one term for each token."""
+class _Own(Objective):
+    """An objective of this package: the formula of its name in `losses`, by default with one term for each token."""
 
     def count(self, batch: EncodedBatch) -> int:
         return int(batch.attention_mask.sum())
 
+    def loss(self, inputs: ObjectiveInputs) -> Tensor:
+        loss: Tensor = getattr(_losses(), f"{self.name}_loss")(inputs)
+        return loss
+
 
 @register_objective("answer")
-class Answer(Objective):
+class Answer(_Own):
     description = "Cross-entropy on the tokens of answers."
     needs = ("answers",)
     reads_logits = "answers"
     in_nats = takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
-        return int(_losses().answer_tokens(batch).sum())
-
-    def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        return _losses().answer_loss(inputs.model.logits, inputs.batch, inputs.weights)
+        return len(_losses().answer_rows(batch))
 
 
 @register_objective("attention")
-class Attention(Objective):
+class Attention(_Own):
     description = "Cross-entropy of the new heads' attention at the gold position of every answer token."
     needs = ("gold_positions", "model.attention")
     reads_logits = "none"
@@ -143,50 +144,33 @@ class Attention(Objective):
     def count(self, batch: EncodedBatch) -> int:
         return int(_losses().has_gold_positions(batch).sum())
 
-    def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        return _losses().attention_loss(inputs.model.attention, inputs.reads, inputs.batch, inputs.weights)
-
-
-class _Divergence(_PerToken):
-    """Divergence from the next-token distribution of another model."""
-
-    other: Literal["base", "teacher"]
-    in_nats = uses_temperature = takes_weights = True
-
-    def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        target = getattr(inputs, self.other).logits
-        return _losses().divergence_loss(inputs.model.logits, target, inputs.batch, inputs.distil, inputs.weights)
-
 
 @register_objective("base_kl")
-class BaseKL(_Divergence):
+class BaseKL(_Own):
     description = "Divergence from the frozen base's next-token distribution, on every token."
     needs = ("base.logits",)
-    other = "base"
+    in_nats = uses_temperature = takes_weights = True
     starts_at_zero = True
 
 
 @register_objective("lm")
-class LanguageModelling(Objective):
+class LanguageModelling(_Own):
     description = "Cross-entropy on every token: language modelling."
     in_nats = takes_weights = True
 
     def count(self, batch: EncodedBatch) -> int:
         return int(batch.same_document.sum())
 
-    def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        return _losses().lm_loss(inputs.model.logits, inputs.batch, inputs.weights)
-
 
 @register_objective("distil")
-class Distillation(_Divergence):
+class Distillation(_Own):
     description = "Divergence from the teacher's next-token distribution, on every token."
     needs = ("teacher.logits",)
-    other = "teacher"
+    in_nats = uses_temperature = takes_weights = True
 
 
 @register_objective("attention_kl")
-class AttentionKL(Objective):
+class AttentionKL(_Own):
     description = (
         "KL divergence of the new heads' attention from that of the teacher's heads, before every answer token."
     )
@@ -197,27 +181,16 @@ class AttentionKL(Objective):
     def count(self, batch: EncodedBatch) -> int:
         return int((batch.read_query >= 0).sum())
 
-    def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        return _losses().attention_kl_loss(
-            inputs.model.attention, inputs.teacher.attention, inputs.batch, inputs.weights
-        )
-
 
 @register_objective("attention_mse")
-class AttentionMSE(_PerToken):
+class AttentionMSE(_Own):
     description = "Squared distance of the new heads' attention matrices from the teacher's (MOHAWK, stage 1)."
     needs = ("model.full_attention", "teacher.full_attention")
     reads_logits = "none"
 
-    def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        return _losses().attention_mse_loss(inputs.model.full_attention, inputs.teacher.full_attention, inputs.batch)
-
 
 @register_objective("hidden_mse")
-class HiddenMSE(_PerToken):
+class HiddenMSE(_Own):
     description = "Distance of the output of every layer from that of the teacher's layer (MOHAWK, stage 2)."
     needs = ("model.hidden_states", "teacher.hidden_states")
     reads_logits = "none"
-
-    def loss(self, inputs: ObjectiveInputs) -> Tensor:
-        return _losses().hidden_loss(inputs.model.hidden_states, inputs.teacher.hidden_states, inputs.batch)

@@ -24,7 +24,7 @@ from surgery.recipe.objectives import OBJECTIVES
 from surgery.run.evaluate_stage import versions
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
-from surgery.train.losses import attention_loss
+from surgery.train.objectives import ObjectiveInputs, Outputs
 from surgery.train.targets import Targets
 from surgery.train.trainer import StageTrainer
 from surgery.train.training import make_accelerator
@@ -49,8 +49,9 @@ class RowTargets(Targets):
         """Losses of the library, and the attention loss on documents with a gold position."""
         losses = super().weighted_losses(model, source, batch, *given, **named)
         if self.rows is not None and bool((batch.answer_token >= 0).any()):
-            reads = OBJECTIVES["attention"].count(batch)
-            losses["attention"] = attention_loss(self.rows(batch), self.reads, batch) / reads
+            objective, none = OBJECTIVES["attention"], Outputs()
+            inputs = ObjectiveInputs(batch, Outputs(attention=self.rows(batch)), none, none, self.distil, self.reads)
+            losses["attention"] = objective.loss(inputs) / objective.count(batch)
         return losses
 
 

@@ -19,15 +19,7 @@ from surgery.models.meters import saved_bytes
 from surgery.recipe import Distil
 from surgery.recipe.objectives import OBJECTIVES
 from surgery.train.divergence import TopK
-from surgery.train.losses import (
-    answer_loss,
-    attention_kl_loss,
-    attention_loss,
-    attention_mse_loss,
-    divergence_loss,
-    hidden_loss,
-    lm_loss,
-)
+from surgery.train.objectives import ObjectiveInputs, Outputs
 from surgery.types import Reads
 from tests.support.long_choices import digit_tokenizer
 from tests.support.oracles import naive_divergence
@@ -68,6 +60,43 @@ def rows(batch: EncodedBatch, seed: int) -> list[Tensor]:
 def streams(batch: EncodedBatch, seed: int) -> list[Tensor]:
     rng = torch.Generator().manual_seed(seed)
     return [torch.randn(*batch.input_ids.shape, 8, generator=rng) for _ in range(3)]
+
+
+def loss_of(
+    name: str, batch: EncodedBatch, model: Outputs, other: Any = None, distil: Any = None, reads: Any = ()
+) -> Any:
+    other = other or Outputs()
+    return OBJECTIVES[name].loss(ObjectiveInputs(batch, model, other, other, distil or Distil(), reads))
+
+
+def answer_loss(logits: Tensor, batch: EncodedBatch) -> Any:
+    return loss_of("answer", batch, Outputs(logits))
+
+
+def lm_loss(logits: Tensor, batch: EncodedBatch) -> Any:
+    return loss_of("lm", batch, Outputs(logits))
+
+
+def divergence_loss(logits: Tensor, target: Any, batch: EncodedBatch, settings: Distil) -> Any:
+    of_base, of_teacher = (loss_of(x, batch, Outputs(logits), Outputs(target), settings) for x in ("base_kl", "distil"))
+    assert of_base == of_teacher
+    return of_base
+
+
+def attention_loss(rows: list[Tensor], reads: list[tuple[Reads, ...]], batch: EncodedBatch) -> Any:
+    return loss_of("attention", batch, Outputs(attention=rows), reads=reads)
+
+
+def attention_kl_loss(rows: list[Tensor], theirs: list[Tensor], batch: EncodedBatch) -> Any:
+    return loss_of("attention_kl", batch, Outputs(attention=rows), Outputs(attention=theirs))
+
+
+def attention_mse_loss(rows: list[Tensor], theirs: list[Tensor], batch: EncodedBatch) -> Any:
+    return loss_of("attention_mse", batch, Outputs(full_attention=rows), Outputs(full_attention=theirs))
+
+
+def hidden_loss(states: list[Tensor], theirs: list[Tensor], batch: EncodedBatch) -> Any:
+    return loss_of("hidden_mse", batch, Outputs(hidden_states=states), Outputs(hidden_states=theirs))
 
 
 def count(name: str, batch: EncodedBatch) -> int:

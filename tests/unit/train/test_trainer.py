@@ -97,9 +97,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     calls: list[int] = []
     real = formulas.answer_loss
 
-    def answer_loss(*given: Any) -> Tensor:
+    def answer_loss(inputs: Any) -> Tensor:
         calls.append(1)
-        return real(*given) + (math.nan if len(calls) == at else 0.0)
+        return real(inputs) + (math.nan if len(calls) == at else 0.0)
 
     monkeypatch.setattr(formulas, "answer_loss", answer_loss)
 

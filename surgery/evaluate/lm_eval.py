@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.offsets import for_prompts
-from surgery.errors import RecipeError
+from surgery.errors import RecipeError, summary
 from surgery.evaluate.lm_eval_files import tasks_folder
 from surgery.recipe import LmEval
 
@@ -107,8 +107,7 @@ def _why_unavailable(manager: TaskManager, task: str) -> str | None:
     try:
         manager.load([task])
     except Exception as error:  # from the Hub, a data set, or a package that only this task needs
-        text = " ".join(str(error).split())
-        return f"its data is not available: {type(error).__name__}: {text[:300]}"
+        return f"its data is not available: {summary(error)}"
     return None
 
 

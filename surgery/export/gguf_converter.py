@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import ModelError, RecipeError
 from surgery.export.pre_tokenizers import nearest_rule
-from surgery.export.reload import environment_without_secrets
+from surgery.export.reload import run_script
 from surgery.recipe import Export
 
 SCRIPT = "convert_hf_to_gguf.py"
@@ -117,11 +115,6 @@ def convert(folder: Path, file: Path, pre_tokenizer: str, section: Export) -> No
 
 def _run(converter: Path, *arguments: str) -> str:
     """Run `CONVERT` and return what it prints. Raises ModelError with the last line of its errors."""
-    command = [sys.executable, "-c", CONVERT, str(converter), *arguments]
-    environment = environment_without_secrets({"HF_HUB_OFFLINE": "1"})
     with tempfile.TemporaryDirectory() as scratch:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=scratch)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ModelError(SCRIPT, last[:300], f"Use another version of llama.cpp. {TESTED}")
-    return done.stdout
+        hint = f"Use another version of llama.cpp. {TESTED}"
+        return run_script(CONVERT, [str(converter), *arguments], scratch, SCRIPT, hint)

@@ -104,15 +104,10 @@ def reload(folder: Path, ids_BT: Tensor, dtypes: Sequence[str], remote_code: boo
     with tempfile.TemporaryDirectory() as scratch:
         prompts, results = Path(scratch, "ids.safetensors"), Path(scratch, "results.safetensors")
         save_file({"ids": ids_BT}, prompts)
-        command = [sys.executable, "-c", RELOAD, str(folder.resolve()), str(prompts), str(results), SAMPLE]
-        command += ["" if remote_code else str(Path(modeling_hybrid.__file__).parent), *dtypes]
-        extra = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
-        environment = environment_without_secrets(extra)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=scratch)
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            hint = "The folder does not load in stock transformers. Export again, or download it again."
-            raise ModelError("reloading", last[:300], hint)
+        chooser = "" if remote_code else str(Path(modeling_hybrid.__file__).parent)
+        arguments = [str(folder.resolve()), str(prompts), str(results), SAMPLE, chooser, *dtypes]
+        hint = "The folder does not load in stock transformers. Export again, or download it again."
+        run_script(RELOAD, arguments, scratch, "reloading", hint)
         return load_file(results)
 
 
@@ -202,10 +197,19 @@ def compare(reference: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], dty
     return difference, agree
 
 
-def environment_without_secrets(extra: Mapping[str, str]) -> dict[str, str]:
-    """Copy this process's environment without secrets and launcher variables, updated with `extra`."""
-    plain = {k: v for k, v in os.environ.items() if k not in _LAUNCHER and not SECRET_NAME.search(k)}
-    return {**plain, **extra}
+def run_script(code: str, arguments: Sequence[str], scratch: str, field: str, hint: str) -> str:
+    """Run code in a new process that is offline and knows no secrets, in the folder `scratch`. Returns what it prints.
+
+    Raises:
+        ModelError: it fails. `field` and `hint` are of the error, whose value is the last line of the process's errors.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER and not SECRET_NAME.search(k)}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=scratch)
+    if done.returncode != 0:
+        raise ModelError(field, (done.stderr.strip().splitlines() or ["no message"])[-1][:300], hint)
+    return done.stdout
 
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from surgery.errors import RunError
+from surgery.errors import RunError, summary
 from surgery.files.atomic import delete, fingerprint, is_full, new_folder, staging, sweep
 from surgery.recipe import Train
 from surgery.train.sharded import full, sharded_like
@@ -160,7 +160,7 @@ def fault_of(step: Path) -> str | None:
     except (MemoryError, PermissionError):
         raise
     except Exception as error:  # json, safetensors, torch and pickle raise many types for a damaged file
-        return f"{name}: {' '.join(str(error).split())[:100] or type(error).__name__}"
+        return f"{name}: {summary(error)}"
     return None
 
 

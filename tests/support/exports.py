@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.errors import ModelError
+from surgery.export.documents import card_rows
 from surgery.export.files import RECORD, fingerprints
 from surgery.export.folder import export_model
 from surgery.export.reload import SAMPLE
@@ -48,11 +49,7 @@ def heads_of(plan: Any) -> HeadSet:
 
 
 def card_of(plan: Any) -> str:
-    rows = [
-        f"| L{g.site.layer}H{head} | {g.mode} | {g.init} | {reads.replace('_', ' ')} | unknown |"
-        for g in plan.grafts
-        for head, reads in zip(g.heads, g.reads, strict=True)
-    ]
+    rows = [f"| {' | '.join(row)} | unknown |" for row in card_rows(plan)]
     return "\n".join(
         ["# A card", "", "| spliced head | mode | init | reads | role |", "|---|---|---|---|---|", *rows, ""]
     )

@@ -22,9 +22,11 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from surgery.models.lookup import family_of
 from surgery.recipe import Train
+from surgery.train.sharded import full
 from surgery.train.targets import Targets
 from surgery.train.trainer import StageTrainer
 from surgery.train.training import make_accelerator
@@ -32,7 +34,6 @@ from surgery.types import Graft
 from tests.support.kernels import with_kernels
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 from tests.support.processes import start
-from tests.support.stage_run import record_gradients
 
 ROOT = Path(__file__).parents[2]
 FSDP2 = ROOT / "recipes" / "accelerate" / "fsdp2.yaml"
@@ -127,6 +128,21 @@ def stage_run(folder: Path, train: Train, double: bool = False, on_step: Any = N
     targets = Targets(base=base, grafts=(graft,))
     steps = folder / "steps"
     return StageTrainer(model, pico_tokenizer(), train, 0, make_accelerator(), targets, folder=steps, on_step=on_step)
+
+
+def record_gradients(trainer: StageTrainer) -> dict[str, Tensor]:
+    """By name, filled in every step before clipping; clipping changes nothing."""
+    gradients: dict[str, Tensor] = {}
+
+    def record(parameters: Iterable[Any], norm: float) -> Tensor:
+        names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+        for name, parameter in zip(names, parameters, strict=True):
+            if parameter.grad is not None:
+                gradients[name] = full(parameter.grad).clone()
+        return torch.tensor(1.0)
+
+    trainer.accelerator.clip_grad_norm_ = record  # type: ignore[method-assign]
+    return gradients
 
 
 def gradients(folder: Path, **more: Any) -> dict[str, torch.Tensor]:

@@ -16,8 +16,9 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import ModelError, RecipeError
-from surgery.export import gguf_converter, transformers_folder
 from surgery.export import pre_tokenizers as pre_tokenizers_of_llama_cpp
+from surgery.export import reload as reloading
+from surgery.export import transformers_folder
 from surgery.export.folder import export_model
 from surgery.export.gguf_converter import SCRIPT, find_converter, pre_tokenizer_of
 from surgery.export.gguf_folder import FILE, compare_with_files
@@ -51,7 +52,7 @@ def hybrid(base: Any = None) -> tuple[Any, Plan]:
 def forked_converters() -> Iterator[None]:
     """Run the converter in a forked child of a process that has imported transformers, not in a new process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf_converter, "subprocess", Reloads(stock().address))
+        patch.setattr(reloading, "subprocess", Reloads(stock().address))
         yield
 
 

@@ -31,7 +31,7 @@ from tests.support.battery import trained
 from tests.support.kernels import with_kernels
 from tests.support.pico import pico_base, pico_family, pico_tokenizer, tokens
 from tests.support.rounding import assert_close_in_ulps
-from tests.support.stage_run import record_gradients
+from tests.support.training_worker import record_gradients
 from tests.unit.train.common import SHAPE, hybrid, plan, without_time
 
 SCANS = ("mamba2", "mamba2attn", "bamba", "granite", "zamba2", "nemotron_h", "falcon_h1")

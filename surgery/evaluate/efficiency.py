@@ -144,8 +144,7 @@ class _Timer:
         """Measure the bytes. Warms up both phases."""
         if self.ids_BT.is_cuda:
             self.prefill()  # allocates what stays, such as workspaces of libraries, which is not this model's
-        gc.collect()
-        if self.ids_BT.is_cuda:
+            gc.collect()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             token_B1, cache = self.prefill()

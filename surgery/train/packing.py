@@ -164,10 +164,7 @@ def _leaks(model: nn.Module) -> bool:
     devices = [parameter.device] if parameter.is_cuda else []
     logits_by_shift = []
     for shift in (0, 1):
-        with (
-            torch.random.fork_rng(devices),
-            separate_documents(model, second_BT.int()),
-        ):
+        with torch.random.fork_rng(devices), separate_documents(model, second_BT.int()):
             torch.manual_seed(0)  # for the dropout of adapters
             ids = ids_BT.where(second_BT, ids_BT + shift)
             output = model(ids, attention_mask=torch.ones_like(ids_BT), use_cache=False)

@@ -25,13 +25,7 @@ from surgery.splice.plan import check_splices
 from surgery.train import lora
 from surgery.train.quantization import BITS_PER_WEIGHT, quantizable, quantization_of, quantized
 from tests.support import four_bits
-from tests.support.pico import (
-    SPLICED_FAMILIES,
-    pico_base,
-    pico_family,
-    pico_hybrid,
-    pico_site,
-)
+from tests.support.pico import SPLICED_FAMILIES, pico_base, pico_family, pico_hybrid, pico_site
 from tests.unit.train import common
 from tests.unit.train.common import FAST, KV, logits, moved, weights
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -24,7 +24,6 @@ TEMPLATES = PACKAGE / "lm_eval_tasks"
 SHARED_FILES = ("data.py", "_ranked_yaml", "_generated_yaml")  # of TEMPLATES; the task files include them
 FOLDER = TEMPLATES / "tasks"
 _SOURCES = "sources.sha256"  # in FOLDER, so that a checkout whose probes have changed writes the tasks again
-_EXAMPLES = 100  # prompts of each task
 Maker = Callable[[Random], Document]
 
 
@@ -57,14 +56,24 @@ def tasks_folder() -> Path:
     return FOLDER
 
 
-def write_tasks(folder: Path) -> None:
-    """Write tasks for lm-eval: `surgery_NAME` (ranked, with choices), `surgery_NAME_generated`, and `surgery_GROUP`."""
+def write_tasks(
+    folder: Path, groups: Mapping[str, Mapping[str, Maker]] | None = None, examples: int = 100, seed: int = 0
+) -> None:
+    """Write tasks for lm-eval: `surgery_NAME` (ranked, if it has choices), `surgery_NAME_generated`, `surgery_GROUP`.
+
+    Args:
+        folder: pass it to lm-eval's `--include_path`.
+        groups: group -> task -> function that generates one document; `lm_eval_groups()` by default.
+        examples: prompts of each task.
+    """
+    groups = groups if groups is not None else lm_eval_groups()
+    folder.mkdir(parents=True, exist_ok=True)
     for name in SHARED_FILES:
         shutil.copyfile(TEMPLATES / name, folder / name)
-    for group, makers in lm_eval_groups().items():
+    for group, makers in groups.items():
         names = []
         for name, make in makers.items():
-            documents = [make(rng_of("lm_eval", 0, name, i)) for i in range(_EXAMPLES)]
+            documents = [make(rng_of("lm_eval", seed, name, i)) for i in range(examples)]
             names += _write_task(folder, name, documents)
         _write(folder / f"surgery_{group}.yaml", {"group": f"surgery_{group}", "task": names})
 

@@ -349,10 +349,13 @@ class _Handler(BaseHTTPRequestHandler):
         known = {"id": name, "sha": commit.oid, "private": repository.private, "siblings": siblings, "tags": []}
         self.send(known)
 
-    def tree(self, body: bytes, name: str, revision: str) -> None:
-        """All files, a few at a time."""
+    def tree(self, body: bytes, name: str, revision: str, folder: str | None) -> None:
+        """All files below a folder, a few at a time."""
         _, commit = self.at(name, revision)
-        paths = sorted(commit.files)
+        below = f"{folder}/" if folder else ""
+        paths = sorted(path for path in commit.files if path.startswith(below))
+        if folder and not paths:
+            return self.missing(f"{folder} does not exist", "EntryNotFound")
         start = int(self.query.get("cursor", ["0"])[0])
         entries = []
         for path in paths[start : start + PAGE]:
@@ -396,7 +399,7 @@ _ROUTES = (
     ("POST", rf"/api/models/{_NAME}/branch/(.+)", "branch"),
     ("POST", rf"/api/models/{_NAME}/preupload/(.+)", "preupload"),
     ("POST", rf"/api/models/{_NAME}/commit/(.+)", "commit"),
-    ("GET", rf"/api/models/{_NAME}/tree/(refs/pr/\d+|[^/]+)", "tree"),
+    ("GET", rf"/api/models/{_NAME}/tree/(refs/pr/\d+|[^/]+)(?:/(.+))?", "tree"),
     ("GET", rf"/api/models/{_NAME}/discussions", "discussions"),
     ("GET", rf"/api/models/{_NAME}(?:/revision/(.+))?", "info"),
     ("POST", rf"/{_NAME}\.git/info/lfs/objects/batch", "lfs_batch"),

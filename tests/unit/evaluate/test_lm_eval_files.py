@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 from surgery.evaluate import lm_eval_files
-from surgery.evaluate.lm_eval_files import lm_eval_groups, row_of, tasks_folder
+from surgery.evaluate.lm_eval_files import lm_eval_groups, row_of, tasks_folder, write_tasks
 from surgery.lm_eval_tasks.data import rows
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
@@ -52,8 +53,11 @@ def test_rows_hold_the_prompt_and_what_ranking_puts_behind_it() -> None:
     assert "given" not in plain and plain["choices"][plain["gold"]] == plain["answers"][0]
 
 
-def test_prompts_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_probes_can_be_written_and_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
+    write_tasks(tmp_path, {"mine": {"kv_5": partial(kv_document, pairs=5)}}, examples=4, seed=7)
+    listed = yaml.safe_load((tmp_path / "surgery_mine.yaml").read_text())["task"]
+    assert listed == ["surgery_kv_5", "surgery_kv_5_generated"]
     monkeypatch.setattr("surgery.lm_eval_tasks.data.__file__", str(tasks_folder() / "data.py"))
     found = rows("needle_multi_value_2k.jsonl", pretrained="anything", version=1.0)["test"]
     assert found[0]["ranked"].startswith(found[0]["prompt"]) and len(found[0]["ranked"]) > len(found[0]["prompt"])

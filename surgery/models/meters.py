@@ -83,14 +83,17 @@ class Total:
 
 @contextmanager
 def saved_bytes(model: nn.Module | None = None) -> Iterator[Total]:
-    """Count the bytes that autograd saves inside the context, each storage once, without the tensors of `model`."""
+    """Count the bytes that forward passes inside the context save, each storage once, without the tensors of `model`.
+
+    What a backward pass computes again and saves for itself does not count: it frees it at once.
+    """
     counted = {StorageWeakRef(t.untyped_storage()) for t in belongings(model)}
     result = Total()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
-        if reference not in counted:
+        if reference not in counted and torch._C._current_graph_task_id() == -1:  # no backward pass runs
             counted.add(reference)
             result.total += storage.nbytes()
         return tensor.detach()  # saving the tensor itself would be a reference cycle with its node

@@ -75,9 +75,9 @@ def means_are_positive(values_CN: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def at_least(successes: int, n: int, p: float) -> float:
     """Probability of so many successes or more in `n` independent trials that succeed with probability `p`."""
-    from scipy.stats import binom  # slow to import
+    from scipy.special import betainc
 
-    return float(binom.sf(successes - 1, n, p))
+    return float(betainc(successes, n - successes + 1, p)) if successes else 1.0
 
 
 def holm(p_values: list[float], level: float = 0.05) -> list[bool]:

@@ -11,7 +11,8 @@ from surgery.recipe.pretrain import PretrainRecipe, TinyMamba2, TinyTransformer
 from surgery.recipe.run import Recipe
 from surgery.recipe.sources import Columns, Data, Source, Task, Weights
 from surgery.recipe.splice import Splice
-from surgery.recipe.train import Align, Distil, Lora, Plateau, Train, TrainStage
+from surgery.recipe.stage_parts import Align, Distil, Lora, Plateau
+from surgery.recipe.train import Train, TrainStage
 
 __all__ = [
     "Align", "AnalysisRecipe", "Base", "Change", "Checkpoint", "Columns", "Data", "Distil", "Efficiency",

@@ -253,8 +253,8 @@ def _sources(found: Findings, slow: bool) -> tuple[list[dict[str, Any]], list[st
         sources.append({"task": "sentence", "split": 0, "rows": text_rows, "weights": {"base_kl": 1.0}})
         reasons.append("Keep the base's language. The other half of the sentences is never trained on.")
     else:
-        rows = max(2, text_rows // 2)
-        sources.append({"base_text": 64, "rows": rows, "max_tokens": 256, "weights": {"base_kl": 4.0}})
+        texts = {"base_text": 64, "rows": max(2, text_rows // 2), "max_tokens": 256}
+        sources.append({**texts, "weights": {"base_kl": 4.0}})
         reasons.append("Keep the base's language, by texts that it writes itself before training.")
     return sources, reasons
 

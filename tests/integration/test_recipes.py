@@ -14,7 +14,7 @@ from surgery.models.loading import load_config
 from surgery.models.lookup import family_of
 from surgery.models.sizes import meta_model
 from surgery.recipe import AnalysisRecipe, Base, PretrainRecipe, Recipe, load_any, load_recipe
-from surgery.run.analysis import expand
+from surgery.run.changes import expand
 from surgery.run.dry_run import LENGTHS, dry_run
 from tests.integration.conftest import BASE, ROOT
 

@@ -13,7 +13,8 @@ from surgery.errors import RecipeError
 from surgery.evaluate.evaluation import Arm
 from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import AnalysisRecipe, Change, Swap, Teacher, check_recipe
-from surgery.run.analysis import check_change, expand, minimal_model, off_heads, side_by_side, swap_plan
+from surgery.run.analysis import minimal_model, side_by_side
+from surgery.run.changes import check_change, expand, off_heads, swap_plan
 from surgery.types import HeadId, HeadSet, ScoredHead, to_json
 from tests.support.pico import pico_config, pico_family_config
 

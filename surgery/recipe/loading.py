@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from surgery.errors import RecipeError
+from surgery.errors import RecipeError, SurgeryError
 from surgery.files.secret_scan import refuse_tokens
 from surgery.files.shipped import close_names, shipped_recipe
 from surgery.recipe.analysis import ARM_NAME, AnalysisRecipe
@@ -159,7 +159,8 @@ def check_recipe(data: dict[str, Any], kind: type[R] = Recipe) -> R:  # type: ig
         value: str | None = "missing" if first["type"] == "missing" else repr(wrong)[:_MOST]
         if isinstance(wrong, dict) and len(repr(wrong)) > _MOST:
             value = None  # a section whose keys do not fit together: the message names them
-        hint = first["msg"]
+        cause = first.get("ctx", {}).get("error")
+        hint = cause.hint if isinstance(cause, SurgeryError) and cause.value == repr(wrong) else first["msg"]
         for pattern, words in _WORDINGS.items():
             hint = re.sub(pattern, words, hint, count=1)
         if first["type"] == "string_pattern_mismatch":

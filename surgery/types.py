@@ -22,6 +22,7 @@ from surgery.errors import PlanError
 
 Role = Literal["gather", "aggregate", "both", "neither", "unmeasured"]
 Reads = Literal["segment_end", "answer_token"]
+READS: tuple[Reads, ...] = ("segment_end", "answer_token")
 Where = Literal["everywhere", "context", "segment", "segment_end", "answer_token", "query"]
 Fill = Literal["zero", "mean", "resample"]
 Mode = Literal["add", "replace"]

@@ -28,11 +28,11 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel
 from bench.common import SHIPPED, load, parser, quiet_on_one_thread
 from surgery.data.ranking import ChoiceScores
 from surgery.locate import ablation_sweep
-from surgery.locate.ablation_sweep import READS, Variant, change_at_query
+from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.batches import PromptBatches
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.recipe import Locate
-from surgery.types import MixerSpec
+from surgery.types import READS, MixerSpec
 
 COPIED = 4  # variants of a layer for the slow way
 

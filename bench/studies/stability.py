@@ -26,12 +26,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.common import RUNS, SHIPPED, load, parser, save
 from surgery.data.encoding import encode
 from surgery.data.ranking import ChoiceScores
-from surgery.locate.ablation_sweep import READS, Variant, ablate, change_at_query
+from surgery.locate.ablation_sweep import Variant, ablate, change_at_query
 from surgery.locate.clean_run import run_clean
 from surgery.models.lookup import family_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.stats import bootstrap_mean
+from surgery.types import READS
 
 SPLITS = 40  # random halves of each seed's prompts
 TOPS = (1, 8, 10)

@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 
 from surgery.data.choice_scores import completed
 from surgery.data.ranking import ChoiceScores
+from surgery.errors import ModelError
 from surgery.locate.ablation import Ablation, fill_values, token_mask
 from surgery.locate.clean_run import CleanPass, CleanRun, run_pass, scores_by_variant
 from surgery.models.cache import branched, copied_bytes
@@ -34,8 +35,6 @@ from surgery.models.lookup import mixer_of, structure_of
 from surgery.models.oracle_read import OracleRead, intervene, mixed_at_query, values_at
 from surgery.models.shared_states import from_shared_states, reading
 from surgery.types import Fill, HeadId, MixerSpec, Reads
-
-READS: tuple[Reads, ...] = ("segment_end", "answer_token")
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,12 @@ def ablate(
     Args:
         ablation: by default zeros, everywhere.
         memory: bytes that the residual streams of one pass may take.
+
+    Raises:
+        ModelError: the clean query was a decode step.
     """
+    if run.prompt.activations.tokens is not None:
+        raise ModelError("ablate", "a clean run by steps", "Register its method without `decode_step`.")
 
     def bytes_each(spec: MixerSpec) -> int:
         # A block's streams are several times wider than its output.

@@ -86,7 +86,8 @@ def patching(batch: LocateBatch) -> Scores:
 )
 def sharpen(batch: LocateBatch) -> Scores:
     """Oracle read: let each head attend to exactly one token at the query."""
-    from surgery.locate.ablation_sweep import READS, Variant, change_at_query
+    from surgery.locate.ablation_sweep import Variant, change_at_query
+    from surgery.types import READS
 
     scores: Scores = {}
     for position in READS:

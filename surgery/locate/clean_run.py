@@ -5,6 +5,7 @@ Shape legend: B prompts, T tokens, W variants, U tokens that are choices, D mode
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +19,9 @@ from surgery.data.choice_scores import Paths, arguments, likelihoods, paths_of
 from surgery.data.encoding import EncodedBatch
 from surgery.data.ranking import ChoiceScores, check_logits, choice_scores, compared
 from surgery.models.cache import branched, copied_bytes, snapshot
-from surgery.models.hooks import ActivationCache, only_logits, record
+from surgery.models.hooks import ActivationCache, only_logits, record, record_projected
 from surgery.models.lookup import family_of
-from surgery.types import MixerSpec
+from surgery.types import READS, MixerSpec
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class CleanPass:
         batch: `input_ids` and `attention_mask` of these tokens.
         mask: (rows, past + tokens); None without padding.
         past: number of tokens before these.
-        activations: may include tokens before these.
+        activations: may include tokens before these. If they hold not all tokens of the prompt, `activations.tokens`
+            lists them.
         cache: keys and values after these tokens, if there are paths.
         owner: the prompt of each row, if the rows are paths.
     """
@@ -100,12 +102,12 @@ class CleanRun:
 def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = False) -> CleanRun:
     """Run the clean model on a batch, and record the activations and caches that changed runs need.
 
-    They take about 4 * (D + 5 I) bytes per token and layer, with I the inner width of a mixer.
+    The activations take about 4 * (D + 5 I) bytes per token and layer, with I the inner width of a mixer.
 
     Args:
         batch: left-padded prompts that end at the query (`encode(..., padding_side="left", until_answer=True)`).
-        stepwise: run the query as a decode step after the other tokens. This halves the work if only `change_at_query`
-            follows. Results of `ablate` differ by rounding only.
+        stepwise: run the query as a decode step after the other tokens, for `change_at_query` alone. This halves the
+            work, and holds the activations of the query and of the gold tokens alone.
 
     Raises:
         ModelError: a logit is NaN or infinite, or a hook never fired.
@@ -132,10 +134,10 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
         return cache
 
     if stepwise:
-        with record(model, specs) as before:
+        with record_projected(model, specs, read_tokens(batch, specs)) as before:
             before_query = run_before_query()
         query, logits = run_recorded(query, branched(before_query, torch.arange(len(batch), device=model.device)))
-        prompt = replace(prompt, activations=before.followed_by(query.activations), cache=query.cache)
+        prompt = replace(prompt, activations=query.activations.after(before, T - 1), cache=query.cache)
     else:
         prompt, logits = run_recorded(prompt)
         query = replace(query, activations=prompt.activations, cache=prompt.cache)
@@ -157,6 +159,17 @@ def run_clean(model: PreTrainedModel, batch: EncodedBatch, stepwise: bool = Fals
     run = CleanRun(model, specs, prompt, query, steps, paths, before_query, (tokens, narrowed), scores, 0.0)
     run.passes = len(batch) * (1.0 if stepwise else 2.0) + run.path_passes
     return run
+
+
+def read_tokens(batch: EncodedBatch, specs: Sequence[MixerSpec]) -> Tensor:
+    """(B,M) tokens before the query whose streams oracle reads need: what a convolution sees at the gold tokens and at
+    the query, whose own are the last.
+    """
+    T, width = batch.input_ids.shape[1], max(1, *(spec.conv_kernel for spec in specs))
+    back = torch.arange(width, device=batch.input_ids.device).flip(0)
+    places = [batch.last_read(position)[:, None] - back for position in READS]
+    last = (T - 1 - back[:-1]).expand(len(batch), -1)
+    return torch.cat([*places, last], 1).clamp(0, T - 2)
 
 
 def run_pass(

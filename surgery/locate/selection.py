@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgery.errors import PlanError
-from surgery.locate.ablation_sweep import READS
 from surgery.locate.scores import Table
 from surgery.probes.documents import rng_of
 from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import METHODS, RANKINGS, is_greedy
 from surgery.stats import bootstrap_mean
-from surgery.types import HeadId, HeadSet, MixerSpec, Reads, ScoredHead
+from surgery.types import READS, HeadId, HeadSet, MixerSpec, Reads, ScoredHead
 
 Candidate = tuple[HeadId, Reads]
 # Takes candidates and the oracle reads made already. Returns (candidates,N) further gains in logits.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ class ActivationCache:
         output: (B,T,D) the mixer's output.
         residual: by layer, (B,T,D) the input of the block (residual stream).
         tuples: mixers (by name) and blocks (by layer) whose output is a tuple.
+        tokens: (B,M) the tokens of the prompt that `projected` holds, if it does not hold all of them.
     """
 
     heads: dict[str, Tensor] = field(default_factory=dict)
@@ -44,15 +45,20 @@ class ActivationCache:
     output: dict[str, Tensor] = field(default_factory=dict)
     residual: dict[int, Tensor] = field(default_factory=dict)
     tuples: set[str | int] = field(default_factory=set)
+    tokens: Tensor | None = None
 
-    def followed_by(self, later: ActivationCache) -> ActivationCache:
-        """Concatenate this pass and one that continued from its states, along the tokens. Empties this cache."""
-        streams = {name: getattr(self, name) for name in ("heads", "scan", "projected", "output", "residual")}
-        joined = {
-            name: {k: torch.cat([stream.pop(k), getattr(later, name)[k]], 1) for k in list(stream)}
-            for name, stream in streams.items()
-        }
-        return ActivationCache(**joined, tuples=self.tuples)
+    def projected_at(self, name: str, places_BK: Tensor) -> Tensor:
+        """(B,K,...) the output of `in_proj` at these tokens of the prompt, which it must hold."""
+        if self.tokens is not None:
+            places_BK = (self.tokens[:, None] == places_BK[..., None]).long().argmax(-1)
+        return self.projected[name][torch.arange(len(places_BK), device=places_BK.device)[:, None], places_BK]
+
+    def after(self, earlier: ActivationCache, place: int) -> ActivationCache:
+        """This pass of the token at `place`, with what `record_projected` kept of the tokens before it."""
+        assert earlier.tokens is not None
+        projected = {k: torch.cat([kept, self.projected[k]], 1) for k, kept in earlier.projected.items()}
+        tokens = F.pad(earlier.tokens, (0, 1), value=place)
+        return replace(self, projected=projected, tokens=tokens)
 
 
 class Hooks:
@@ -150,6 +156,31 @@ def record(model: PreTrainedModel, specs: Sequence[MixerSpec]) -> Iterator[Activ
         for layer in range(model.config.num_hidden_layers):
             note = partial(_store_first, {}, cache.tuples, layer)
             hooks.after(layer, f"L{layer} block's end", block_of(model, layer, specs[0]), note)
+        yield cache
+
+
+@contextmanager
+def record_projected(
+    model: PreTrainedModel, specs: Sequence[MixerSpec], tokens_BM: Tensor
+) -> Iterator[ActivationCache]:
+    """Record the output of `in_proj` alone, at some tokens of the forward pass inside the context.
+
+    Yields:
+        A cache that the pass fills, for the mixers of `specs` with an `in_proj`.
+
+    Raises:
+        ModelError: a hook never fired.
+    """
+    cache, rows = ActivationCache(tokens=tokens_BM), torch.arange(len(tokens_BM), device=tokens_BM.device)[:, None]
+
+    def store(name: str, output: Tensor) -> None:
+        cache.projected[name] = output.detach()[rows, tokens_BM]
+
+    with hooked(model, specs) as hooks:
+        for spec in specs:
+            in_proj = structure_of(spec).in_proj(mixer_of(model, spec))
+            if in_proj is not None:
+                hooks.after(spec.layer, f"{spec.name} in_proj", in_proj, partial(store, spec.name))
         yield cache
 
 

@@ -124,7 +124,8 @@ def values_at(
     """Look up the value of every head at one token of each prompt.
 
     Args:
-        activations: activations of the recorded prompts.
+        activations: activations of the recorded prompts, at least at these tokens and those that the short convolution
+            sees there.
         cache: cache of the recorded prompts, which has the values of attention.
         places: (B,) token indices.
 
@@ -138,7 +139,7 @@ def values_at(
     if structure.in_proj(mixer) is not None:
         # A stream depends on the tokens that the short convolution sees. Before the first token are zeros.
         window = places[:, None] - torch.arange(max(1, spec.conv_kernel), device=places.device).flip(0)
-        projected = activations.projected[spec.name][rows[:, None], window.clamp(min=0)]
+        projected = activations.projected_at(spec.name, window.clamp(min=0))
         return structure.streams(mixer, spec, projected * (window >= 0)[..., None]).x[:, -1]
     layer = cache.layers[spec.layer]
     dropped = layer.get_seq_length() - layer.values.shape[-2]  # tokens before a sliding window

@@ -161,7 +161,7 @@ def register_method(
             their own.
         passes_per_mixer: passes for each mixer, each from that mixer to the last layer.
         decode_step: heads are changed at the query alone, by decode steps from cached states. The clean query can
-            then be a decode step too, which saves half of the clean passes.
+            then be a decode step too, which saves half of the clean passes. Activations of other tokens are not kept.
         needs_text: the function reads `batch.documents`.
         gloss: the ranking in two to five words, for reports and cards that name it.
         options: class of what a recipe may set in `locate.method_options`. The function gets it from

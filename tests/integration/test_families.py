@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from surgery.data.ranking import choice_scores
 from surgery.errors import PlanError
 from surgery.locate.ablation import Ablation
-from surgery.locate.ablation_sweep import READS, Variant, ablate, change_at_query
+from surgery.locate.ablation_sweep import Variant, ablate, change_at_query
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.models.hooks import ActivationCache, record
 from surgery.models.loading import load_model
@@ -26,7 +26,7 @@ from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, st
 from surgery.recipe import Base
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import check_in_range, make_plan
-from surgery.types import Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, ScoredHead
+from surgery.types import READS, Graft, HeadId, HeadSet, Interval, MixerSpec, Plan, ScoredHead
 from tests.support.battery import (
     assert_cache_is_as_large_as_said,
     base,

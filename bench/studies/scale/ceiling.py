@@ -21,12 +21,12 @@ import torch
 from bench.common import load, markdown_table, parser, quiet_on_one_thread
 from surgery.data.ranking import query_batches
 from surgery.files.atomic import read_json
-from surgery.locate.ablation_sweep import READS, Variant, change_at_query
+from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.clean_run import run_clean
 from surgery.models.torch_scans import torch_scans
 from surgery.probes.documents import rng_of
 from surgery.probes.registry import PROBES, Options
-from surgery.types import HeadId, HeadSet, Reads, head_set_from_json
+from surgery.types import READS, HeadId, HeadSet, Reads, head_set_from_json
 
 Read = tuple[HeadId, Reads]
 RANKED_BY = ("patching", "query", "ablation", "context")

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.plugins.baselines import attribution, layer_divergence
 from bench.studies.site_selection.arms import Budget
 from surgery.data.encoding import encode
-from surgery.locate.ablation_sweep import READS
 from surgery.locate.clean_run import run_clean
 from surgery.locate.locating import locate_heads
 from surgery.locate.selection import rank
@@ -21,7 +20,7 @@ from surgery.models.lookup import family_of
 from surgery.probes.documents import rng_of
 from surgery.probes.kv_retrieval import kv_document
 from surgery.recipe import Locate, Splice
-from surgery.types import HeadSet
+from surgery.types import READS, HeadSet
 
 BATCH = 32
 

@@ -28,7 +28,7 @@ from bench.common import CHECKPOINTS, FAR, RUNS, load, parser, save
 from surgery.data.encoding import encode
 from surgery.data.ranking import ChoiceScores, answer_choices
 from surgery.errors import PlanError
-from surgery.locate.ablation_sweep import READS, Variant, change_at_query
+from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.clean_run import run_clean
 from surgery.models.lookup import family_of, geometry_of
 from surgery.probes.documents import Document, rng_of
@@ -38,7 +38,7 @@ from surgery.probes.kv_retrieval import kv_document
 from surgery.probes.phonebook import Phonebook
 from surgery.probes.registry import PROBES, Options, Probe
 from surgery.stats import bootstrap_mean, mcnemar, wilson
-from surgery.types import HeadSet, Interval, Reads, head_set_from_json
+from surgery.types import READS, HeadSet, Interval, Reads, head_set_from_json
 
 Make = Callable[[Random, int], Document]
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from surgery.data.ranking import ChoiceScores, choice_scores
+from surgery.errors import ModelError
 from surgery.locate.ablation import Ablation, fill_values, token_mask
-from surgery.locate.ablation_sweep import READS, Variant, ablate, change_at_query, contribution, oracle_values
+from surgery.locate.ablation_sweep import Variant, ablate, change_at_query, contribution, oracle_values
 from surgery.locate.batches import counterfactuals
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.methods import METHODS, LocateBatch
@@ -20,7 +21,7 @@ from surgery.models.hooks import record
 from surgery.models.lookup import mixer_of, structure_of
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Locate
-from surgery.types import HeadId, MixerSpec
+from surgery.types import READS, HeadId, MixerSpec
 from tests.support.cases import each as each_case
 from tests.support.oracles import assert_same, naive_ablate, naive_change_at_query
 from tests.support.pico import (
@@ -161,7 +162,8 @@ def test_one_pass_and_a_step_equal_two_passes(lengths: tuple[int, ...], make: An
     assert step.passes == whole.passes / 2
     assert_same([step.scores], [whole.scores])
     assert_same(change_at_query(step, SINGLE + COMBINED), change_at_query(whole, SINGLE + COMBINED))
-    assert_same(ablate(step, SETS), ablate(whole, SETS))
+    with pytest.raises(ModelError, match="without `decode_step`"):
+        ablate(step, SETS)
 
 
 @each_case(("start", "end", "selected"), [(0, 2, [0, 1, 2]), (2, 4, [2, 3, 4]), (-1, -1, []), (-1, 4, [])])

@@ -213,10 +213,6 @@ class TestLocate:
             with pytest.raises(RunError, match=rf"locate\.batch_size: {size}\. Out of memory\. {hint}"):
                 locate_heads(model, pico_tokenizer(), section, splice)
 
-    def test_a_base_at_ceiling_is_refused(self) -> None:
-        with pytest.raises(ProbeError, match=r"locate\.pairs: 4 .*at ceiling.*more"):
-            locating.check_clean(Table([Record(0, np.ones((3, 10)))]), PROMPTS, 0.25)
-
     def test_settings_that_do_not_fit_are_refused(self) -> None:
         """A ranking that is not measured, and a fill from other prompts where a batch has one alone."""
         for section, splice, says in (

@@ -90,9 +90,13 @@ def test_a_base_at_chance_gets_a_recipe_that_says_so() -> None:
     assert [source.name for source in recipe.train.sources if source.weights.uses("base_kl")] == ["sentence"]
 
 
-def test_a_base_at_ceiling_gets_a_head_without_a_ranking_and_another_format_is_trained() -> None:
+def test_heads_are_located_with_few_pairs() -> None:
     recipe, text = written(findings(share=Share(48, 48, 0.01), pairs=100, sizes=(50, 100)))
-    assert recipe.splice is not None and recipe.splice.select == "random" and "at ceiling" in text
+    assert recipe.locate.pairs == 16 and recipe.train.sources[0].pairs == (50, 100)
+    assert recipe.splice is not None and recipe.splice.select == "patching" and "rank the same heads" in text
+
+
+def test_another_format_is_trained_where_the_base_answers_it_best() -> None:
     recipe, _ = written(findings(form=RECORDS))
     assert recipe.locate.task == "records" and recipe.train.sources[0].task == "records"
     assert {entry.result_name for entry in recipe.evaluate.tasks} >= {"records", "apart", "adjacent_pairs"}

@@ -169,8 +169,7 @@ class ScoredHead:
     """A head with its measurements.
 
     Attributes:
-        role: from ablation before the query and at it. `unmeasured` if neither was tested, or if the search dropped
-            the head early.
+        role: from ablation before the query and at it. `unmeasured` if neither was tested.
         reads: the position of the oracle read (`sharpen`) with the larger gain. Training supervises the new head's
             attention there. None if not measured.
         scores: column name -> interval, in logits (margins) or in accuracy; see `surgery.recipe.methods`.
@@ -185,7 +184,7 @@ class ScoredHead:
 
     @property
     def n(self) -> int:
-        """Number of prompts for which the model was changed at the head. Smaller if a search dropped the head.
+        """Number of prompts for which the model was changed at the head.
 
         Columns of changed models have an accuracy beside the margin. Without any, all columns count.
         """

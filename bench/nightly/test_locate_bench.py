@@ -19,6 +19,5 @@ def test_both_procedures_rank_alike(tmp_path: Path, capsys: pytest.CaptureFixtur
     for row in (pico, wide):
         assert row["notebook"]["passes"] == row["heads"] * row["pairs"] * row["prompts"]
         assert 0 < row["query"]["passes"] < row["exact"]["passes"] < row["notebook"]["passes"]
-        assert row["search"]["passes"] <= row["exact"]["passes"] and row["search"]["best"] == row["exact"]["best"]
     said = capsys.readouterr().out
     assert said.count("notebook") == 2 and "peak memory" in said and "same ranking: True" in said

@@ -6,7 +6,6 @@ The notebook's procedure, for every head: zero the head's weights, run every pro
 and choice together, scored by the choice's log-likelihood), restore the weights. Ours, on the same prompts and heads:
 
 - `exact`: ablate every head at every token, exactly, and rank by the same accuracy and margin;
-- `search`: the same with successive elimination, risk 0.05, for the best head;
 - `query`: ablate every head at the query only.
 
 The notebook's procedure runs on the first few prompts, and its time is multiplied: its batches are independent. On the
@@ -34,11 +33,11 @@ from surgery.data.encoding import EncodedBatch
 from surgery.locate.batches import PromptBatches
 from surgery.locate.locating import locate_heads, peak_bytes
 from surgery.models.lookup import family_of, mixer_of, structure_of
-from surgery.recipe import Locate, Search, Splice
+from surgery.recipe import Locate, Splice
 from surgery.types import HeadId, MixerSpec
 
 SEED, PAIRS = 0, 48
-GOALS = {"exact": 40, "search": 100, "query": 1000}
+GOALS = {"exact": 40, "query": 1000}
 
 
 @torch.no_grad()
@@ -70,14 +69,13 @@ def _margins(model: PreTrainedModel, batch: EncodedBatch) -> np.ndarray:
 
 
 def ways(section: Locate) -> dict[str, tuple[Locate, Splice]]:
-    """Settings of the three fast procedures."""
+    """Settings of the fast procedures."""
 
-    def only(*methods: str, **more: Any) -> Locate:
-        return Locate.model_validate({**section.model_dump(), "methods": methods, **more})
+    def only(method: str) -> Locate:
+        return Locate.model_validate({**section.model_dump(), "methods": (method,)})
 
     return {
         "exact": (only("ablation"), Splice(select="ablation")),
-        "search": (only("ablation", search=Search()), Splice(select="ablation")),
         "query": (only("query"), Splice(select="aggregate")),
     }
 
@@ -117,7 +115,6 @@ def compare(
         took = time.process_time() - began
         found[way] = {"seconds": took, "ratio": seconds / took, "passes": result.cost["passes"]}
         found[way]["best"] = str(result.heads[0].head)
-        found[way]["left"] = sum(s.n == section.examples for s in result.heads)
     own, splice = ways(first)["exact"]
     exact = locate_heads(model, tokenizer, own, splice, SEED, any_accuracy=True)
     found["same_ranking"] = _same(slow, {s.head: s.scores["ablation"].value for s in exact.heads})
@@ -165,8 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(
                 f"  {way:8}  {own['seconds']:9.1f} s  {own['passes']:12.0f} passes  {own['ratio']:7.0f}x (goal {goal}x)"
             )
-        print(f"  same ranking: {row['same_ranking']}; best head {row['exact']['best']}, by the search "
-              f"{row['search']['best']} ({row['search']['left']} heads on all prompts)")  # fmt: skip
+        print(f"  same ranking: {row['same_ranking']}; best head {row['exact']['best']}")
     if asked.out:
         asked.out.write_text(json.dumps(found, indent=1) + "\n")
     missed = [w for row in found for w, goal in GOALS.items() if row[w]["ratio"] < goal]

@@ -25,7 +25,7 @@ from surgery.locate.ablation_sweep import Variant, change_at_query
 from surgery.locate.clean_run import CleanRun, run_clean
 from surgery.locate.scores import Record, plain
 from surgery.models.loading import check_vocabulary
-from surgery.probes.documents import Document, rng_of
+from surgery.probes.documents import Document
 from surgery.probes.registry import prompts_of
 from surgery.recipe import Locate
 from surgery.recipe.methods import METHODS
@@ -96,13 +96,13 @@ class PromptBatches:
                 self._passes_by_batch[index] = float(len(batch))
         return list(records.values())
 
-    def clean_runs(self, indices: range | None = None) -> Iterator[tuple[int, CleanRun]]:
+    def clean_runs(self) -> Iterator[tuple[int, CleanRun]]:
         """Run the clean model on this process's share of the batches, one at a time.
 
-        Use it inside `gathered()`. All batches by default. Delete a run before the next one, or both are in memory.
+        Use it inside `gathered()`. Delete a run before the next one, or both are in memory.
         """
         stepwise = is_stepwise(self.section)
-        for index in self._share(range(len(self)) if indices is None else indices):
+        for index in self._share(range(len(self))):
             batch = self.batches[index].to(self.model.device)
             if index == 0 and not self._is_checked:  # on one process only
                 self._check_decode(batch[:2])
@@ -201,21 +201,14 @@ def counterfactuals(batches: Sequence[EncodedBatch]) -> list[Tensor] | None:
 def _encoded(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: Locate, seed: int
 ) -> list[tuple[list[Document], EncodedBatch]]:
-    """Make the prompts of a recipe: its own data first, then generated ones. Returns each batch with its documents.
-
-    A search drops heads by the first prompts, so it gets own data in random order, mixed with generated prompts.
-    """
+    """Make the prompts of a recipe: its own data first, then generated ones. Returns each batch with its documents."""
     size, count, batches = section.batch_size, section.examples, []
     if section.data is not None:
         context = getattr(model.config, "max_position_embeddings", None)
         own = own_prompts(section.data, tokenizer, section.examples, context, model.config.vocab_size)
-        if section.search is not None:
-            rng_of("rows", "locate", seed).shuffle(own)
         batches, count = own_batches(own, tokenizer, size), section.generated
     documents = prompts_of(section.probe, "locate", seed, count, section.options(tokenizer=tokenizer))
     for start in range(0, count, size):
         chunk = documents[start : start + size]
         batches.append((chunk, encode(chunk, tokenizer, padding_side="left", until_answer=True)))
-    if section.data is not None and section.search is not None:  # early rounds of a search see the first batches only
-        rng_of("batches", "locate", seed).shuffle(batches)
     return batches

@@ -99,7 +99,7 @@ def locate_heads(
                 check_clean(Table(prompts.clean(_FIRST)), section, prompts.chance)
             except ProbeError:
                 check_clean(Table(prompts.clean()), section, prompts.chance)
-        table = measure_heads(prompts, specs, sites, splice, tick)
+        table = measure_heads(prompts, specs, tick)
         if checks:
             check_clean(table, section, prompts.chance)
         check_moved(table, splice.select)

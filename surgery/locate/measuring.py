@@ -16,8 +16,6 @@ from surgery.locate.batches import PromptBatches
 from surgery.locate.clean_run import CleanRun
 from surgery.locate.methods import LocateBatch
 from surgery.locate.scores import Array, Record, Table, plain
-from surgery.locate.selection import search_rounds, still_candidates
-from surgery.recipe import Splice
 from surgery.recipe.methods import METHODS, Method
 from surgery.registry import plugin_errors
 from surgery.types import HeadId, MixerSpec
@@ -31,46 +29,20 @@ def items_of(specs: Sequence[MixerSpec], layers: bool) -> list[Item]:
     return heads + ([spec.heads for spec in specs] if layers else [])
 
 
-def measure_heads(
-    prompts: PromptBatches,
-    specs: Sequence[MixerSpec],
-    sites: Sequence[MixerSpec],
-    splice: Splice,
-    tick: Callable[[], None],
-) -> Table:
-    """Measure all items on all prompts. A search measures in rounds and drops heads between them.
-
-    `sites` are the mixers of `specs` that can be spliced.
-    """
-    section = prompts.section
-    items = items_of(specs, section.layers)
-    heads = [head for spec in specs for head in spec.heads]
-    sizes = [len(batch) for batch in prompts.batches]
-    rounds = search_rounds(section.search.first, sum(sizes)) if section.search else [sum(sizes)]
-    alive, begin = list(range(len(items))), 0
-    records: list[Record] = []
-    for number, count in enumerate(rounds, start=1):
-        end = begin
-        while end < len(sizes) and sum(sizes[:end]) < count:
-            end += 1
-        with prompts.gathered() as measured:
-            for index, run in prompts.clean_runs(range(begin, end)):
-                documents = prompts.documents(index)
-                other = prompts.counterfactual(index)
-                batch = LocateBatch(run, [items[i] for i in alive], section, prompts.tokenizer, documents, other)
-                measured[index] = measure_batch(batch, index, alive, len(items), tick)
-                del run, batch  # frees the activations before the next batch runs
-        records += measured.values()
-        begin = end
-        if number < len(rounds):
-            alive = still_candidates(Table(records), alive, heads, sites, section, splice, len(rounds) - 1)
-    return Table(records)
+def measure_heads(prompts: PromptBatches, specs: Sequence[MixerSpec], tick: Callable[[], None]) -> Table:
+    """Measure all items on all prompts."""
+    section, items = prompts.section, items_of(specs, prompts.section.layers)
+    with prompts.gathered() as measured:
+        for index, run in prompts.clean_runs():
+            documents, other = prompts.documents(index), prompts.counterfactual(index)
+            batch = LocateBatch(run, items, section, prompts.tokenizer, documents, other)
+            measured[index] = measure_batch(batch, index, tick)
+            del run, batch  # frees the activations before the next batch runs
+    return Table(list(measured.values()))
 
 
-def measure_batch(
-    batch: LocateBatch, index: int, alive: Sequence[int], num_items: int, tick: Callable[[], None]
-) -> Record:
-    """Run every method of the recipe on one batch, whose items have the indices `alive` among all; others get NaN.
+def measure_batch(batch: LocateBatch, index: int, tick: Callable[[], None]) -> Record:
+    """Run every method of the recipe on one batch.
 
     `tick` is called after each column, or after each method that scores all heads at once.
     """
@@ -95,12 +67,10 @@ def measure_batch(
                         f"A column with an effect is a list of {len(batch.items)} `ChoiceScores`, as of `batch.items`."
                     )
                     raise ModelError("locate.methods", f"{method.name} returned something else", hint)
-                whole = np.full((num_items, *record.clean.shape), np.nan)
-                whole[list(alive)] = [plain(scored) for scored in changed]
-                record.columns[column.name] = whole
+                record.columns[column.name] = np.stack([plain(scored) for scored in changed])
                 tick()
             else:
-                record.estimates[column.name] = _estimate(method, scores[column.name], run, num_items)
+                record.estimates[column.name] = _estimate(method, scores[column.name], run, len(batch.items))
         run.passes += (method.passes + method.passes_per_mixer * sum(shares)) * len(run.batch)
         if not method.changes_heads:
             tick()

@@ -29,8 +29,7 @@ class LocateBatch:
 
     Attributes:
         run: the clean model on the prompts, with its activations and caches.
-        items: sets of heads to change together: single heads and, with `locate.layers`, all heads of a mixer. Heads
-            that a search has dropped are not included.
+        items: sets of heads to change together: single heads and, with `locate.layers`, all heads of a mixer.
         section: the recipe's section `locate`.
         tokenizer: the model's.
         documents: text of the prompts; None if encoded batches were passed to `locate_heads`.

@@ -1,7 +1,6 @@
 """Per-prompt scores, their intervals over prompts, and the roles of heads.
 
-An item is a set of heads measured together: a single head, or all heads of a mixer. A search stops measuring some items
-early. Their scores on the remaining prompts are NaN.
+An item is a set of heads measured together: a single head, or all heads of a mixer.
 
 Shape legend: N prompts, B prompts of one batch, C items.
 """
@@ -50,7 +49,7 @@ class Table:
 
     Attributes:
         clean: (3,N), as in `Record`.
-        columns: by column, (C,3,N), the same for the changed models; NaN where an item was not measured.
+        columns: by column, (C,3,N), the same for the changed models.
         estimates: by column, (C,N).
     """
 
@@ -73,15 +72,9 @@ def sign_of(column: str) -> int:
 
 
 def intervals(values_CN: Array, seed: int) -> list[Interval]:
-    """95% interval of each row's mean, over the prompts on which it was measured."""
-    measured = ~np.isnan(values_CN)
-    by_row: dict[int, Interval] = {}
-    for count in np.unique(measured.sum(1)):
-        rows = np.flatnonzero(measured.sum(1) == count)
-        values = values_CN[rows][:, measured[rows[0]]]
-        none = [Interval(0.0, 0.0, 0.0, 0)] * len(rows)
-        by_row |= dict(zip(rows.tolist(), bootstrap_mean(values, seed) if count else none, strict=True))
-    return [by_row[row] for row in range(len(values_CN))]
+    """95% interval of each row's mean over prompts. A row of NaN, for an item without an estimate, has no prompts."""
+    measured = iter(bootstrap_mean(values_CN[~np.isnan(values_CN[:, 0])], seed))
+    return [Interval(0.0, 0.0, 0.0, 0) if np.isnan(row[0]) else next(measured) for row in values_CN]
 
 
 def scores_of(table: Table, seed: int) -> dict[str, list[Interval]]:
@@ -101,8 +94,8 @@ def roles_of(table: Table, heads: int) -> list[Role]:
     Each head and position gets a one-sided t-test that its ablation loses more than a twentieth of the right answer's
     lead (`ChoiceScores.lead`). Holm's correction covers all of them together: in a model that does not retrieve, the
     probability that any head gets a role is at most 0.05. Answers would be too coarse: where many heads retrieve, each
-    one alone decides few of them. Heads that a search dropped count as tests but are `unmeasured`, as all are if
-    neither position was measured or there is a single prompt. `heads` is their number; they are the first items.
+    one alone decides few of them. All are `unmeasured` if neither position was measured or there is a single prompt.
+    `heads` is their number; they are the first items.
     """
     roles: dict[str, Role] = {"context": "gather", "query": "aggregate"}
     by_role = {roles[c]: values[:heads, 2] for c, values in table.columns.items() if c in roles}

@@ -5,7 +5,7 @@ from surgery.recipe.base import Base, Checkpoint, Teacher, as_base
 from surgery.recipe.evaluate import Efficiency, Evaluate, EvaluationTask, LmEval
 from surgery.recipe.export import Export, Hardware
 from surgery.recipe.loading import check_recipe, find_recipe, load_any, load_recipe, shipped, to_yaml
-from surgery.recipe.locate import Locate, Search
+from surgery.recipe.locate import Locate
 from surgery.recipe.optimizer import Optimizer
 from surgery.recipe.pretrain import PretrainRecipe, TinyMamba2, TinyTransformer
 from surgery.recipe.run import Recipe
@@ -17,7 +17,7 @@ from surgery.recipe.train import Train, TrainStage
 __all__ = [
     "Align", "AnalysisRecipe", "Base", "Change", "Checkpoint", "Columns", "Data", "Distil", "Efficiency",
     "Evaluate", "EvaluationTask", "Export", "Hardware", "LmEval", "Locate", "Lora", "Optimizer", "Plateau",
-    "PretrainRecipe", "Recipe", "Search", "Source", "Splice", "Swap", "Sweep", "Task", "Teacher",
+    "PretrainRecipe", "Recipe", "Source", "Splice", "Swap", "Sweep", "Task", "Teacher",
     "TinyMamba2", "TinyTransformer", "Train", "TrainStage", "Weights", "as_base", "check_recipe",
     "find_recipe", "load_any", "load_recipe", "shipped", "to_yaml",
 ]  # fmt: skip

@@ -31,15 +31,6 @@ OwnPrompts = Annotated[Data, BeforeValidator(_with_places, json_schema_input_typ
 LocatedTask = Annotated[str, NameOf(PROBES, keep=_locates)]
 
 
-class Search(Section):
-    """Stop measuring heads that cannot be among the best."""
-
-    first: Positive = 32
-    """Prompts before the first heads are dropped. Each further round doubles the number."""
-    risk: float = Field(0.05, gt=0, lt=1)
-    """Probability of dropping one of the best heads, over the whole search."""
-
-
 class Locate(Section):
     """Measure every head: exact ablation, roles by position, patching, and oracle reads (`sharpen`)."""
 
@@ -50,7 +41,7 @@ class Locate(Section):
     task: LocatedTask = "kv_retrieval"
     """Probe that generates the prompts. Choose one that the base can answer."""
     pairs: OnePairs = 24
-    """Key-value pairs per prompt: one number. Choose it so that the base scores 0.6-0.95."""
+    """Key-value pairs per prompt: one number, which the base answers. Few pairs rank the same heads as many."""
     filler: Filler = None
     """Range of the number of words between a key and its value. By default no words."""
     value_digits: ValueDigits = None
@@ -71,8 +62,6 @@ class Locate(Section):
     prompt."""
     layers: bool = False
     """Also measure each layer as a whole."""
-    search: Search | None = None
-    """Stop measuring heads that cannot be among the best."""
     top_k: Positive = 12
     """Best heads that are candidates for the second and further chosen heads."""
     method_options: dict[str, Any] = Field({}, examples=[{"my_method": {"layers": 4}}])
@@ -106,8 +95,6 @@ class Locate(Section):
         uneven = self.data is None and self.examples % self.batch_size == 1  # of own prompts there may be fewer
         if self.fill != "zero" and (self.batch_size == 1 or uneven):
             raise ValueError("`fill: mean` and `resample` need two prompts in every batch. Change `batch_size`.")
-        if self.search is not None and not any(METHODS[method].ranks for method in self.methods):
-            raise ValueError("`search` needs a method that ranks heads, such as ablation or sharpen.")
         for method in self.method_options:
             if method not in self.methods:
                 raise ValueError(f"`method_options` has options of {method}: add it to `methods`.")

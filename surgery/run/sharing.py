@@ -65,7 +65,7 @@ def origin_among(
         return None
     for folder in folders:
         measured = choice_of(folder)
-        if measured is not None and can_choose_again(measured, splice, run.recipe.locate):
+        if measured is not None and can_choose_again(measured, splice):
             chosen = {name: getattr(measured, name) for name in ("select", "num_heads", "heads")}
             recipe = run.recipe.model_copy(update={"splice": splice.model_copy(update=chosen)})
             if is_fresh(folder, stage.key(run, recipe)):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from surgery.errors import ModelError, ProbeError, RecipeError, SurgeryError
-from surgery.locate import selection
 from surgery.locate.locating import locate_heads
 from surgery.locate.methods import METHODS, Column, LocateBatch, register_method
-from surgery.recipe import Locate, Search, Splice
+from surgery.recipe import Locate, Splice
 from surgery.recipe.methods import RANKINGS
 from tests.support.cases import each
 from tests.support.pico import pico_base, pico_tokenizer, prompts
@@ -57,15 +55,6 @@ class TestRegister:
         assert heads.cost["passes"] == 4 * (2 + 2), "two clean passes a prompt, and the declared ones"
         assert "size" in Locate.model_json_schema()["properties"]["methods"]["anyOf"][1]["items"]["enum"]
         assert "size" in Splice.model_json_schema()["properties"]["select"]["enum"]
-
-    def test_a_search_drops_heads_by_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        register_method("size", [Column("size", "length of its output", unit="length")], ranks=True)(size)
-        arms: list[np.ndarray] = []
-        monkeypatch.setattr(selection, "survivors", lambda a, alive, *_: (arms.append(a[0]), list(alive))[1])
-        update = {"methods": ("size",), "search": Search(first=2)}
-        model, section = pico_base(vocab_size=1024, layers=2), SECTION.model_copy(update=update)
-        locate_heads(model, pico_tokenizer(), section, Splice(select="size"), any_accuracy=True)
-        assert arms[0].shape == (8, 2) and (arms[0] > 0).all()
 
     def test_an_effect_is_the_margin_lost_or_gained(self) -> None:
         for effect in ("loss", "gain"):

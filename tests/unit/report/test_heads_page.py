@@ -128,7 +128,7 @@ def test_asks_the_network_for_nothing(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_is_empty(tmp_path: Path) -> None:
-    """Heads that a search dropped have fewer scores, no role, nothing that they read."""
+    """Fewer scores, no role, nothing that the head reads."""
     heads = head_set(chosen=())
     last = heads.heads[-1]
     dropped = replace(last, role="unmeasured", reads=None, scores={"query": last.scores["query"]})

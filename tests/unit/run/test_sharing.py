@@ -107,27 +107,26 @@ def test_a_run_that_this_sweep_cannot_read_is_passed_over(tmp_path: Path) -> Non
 
 def test_heads_are_chosen_again_only_where_nothing_new_is_measured(tmp_path: Path) -> None:
     stage, ablation = BY_NAME["locate"], {"select": "ablation"}
-    for number, (measured, wanted, locate, again) in enumerate((
-        ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {}, True),
-        ({**SHARPEN, "num_heads": 2}, {**SHARPEN, "num_heads": 4}, {}, False),  # greedy: the third is not measured
-        ({"num_heads": 2}, {"num_heads": 4}, {}, True),
-        ({**SHARPEN, "num_heads": 1}, {"num_heads": 4}, {}, True),
-        ({"num_heads": 4}, {**SHARPEN, "num_heads": 2}, {}, False),
-        ({**SHARPEN, "num_heads": 4}, {**ablation, "num_heads": 2}, {}, True),
-        ({**ablation, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {}, False),
-        ({**ablation, "num_heads": 4}, {**SHARPEN, "num_heads": 1}, {}, True),
-        ({**SHARPEN, "num_heads": 4}, {"select": "random", "num_heads": 5}, {}, True),
-        ({"select": "random", "num_heads": 4}, {"num_heads": 1}, {}, False),  # the base's accuracy was not checked
-        ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, {"search": {}}, False),
+    for number, (measured, wanted, again) in enumerate((
+        ({**SHARPEN, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, True),
+        ({**SHARPEN, "num_heads": 2}, {**SHARPEN, "num_heads": 4}, False),  # greedy: the third is not measured
+        ({"num_heads": 2}, {"num_heads": 4}, True),
+        ({**SHARPEN, "num_heads": 1}, {"num_heads": 4}, True),
+        ({"num_heads": 4}, {**SHARPEN, "num_heads": 2}, False),
+        ({**SHARPEN, "num_heads": 4}, {**ablation, "num_heads": 2}, True),
+        ({**ablation, "num_heads": 4}, {**SHARPEN, "num_heads": 2}, False),
+        ({**ablation, "num_heads": 4}, {**SHARPEN, "num_heads": 1}, True),
+        ({**SHARPEN, "num_heads": 4}, {"select": "random", "num_heads": 5}, True),
+        ({"select": "random", "num_heads": 4}, {"num_heads": 1}, False),  # the base's accuracy was not checked
     )):  # fmt: skip
-        case = (measured, wanted, locate)
-        assert can_choose_again(Splice(**measured), Splice(**wanted), Locate.model_validate(locate)) == again, case
+        case = (measured, wanted)
+        assert can_choose_again(Splice(**measured), Splice(**wanted)) == again, case
         folder = tmp_path / str(number)
-        finish(run(folder / "a", recipe(locate=locate, **measured)), stage)
-        new = run(folder / "b", recipe(locate=locate, **wanted), folder / "a")
+        finish(run(folder / "a", recipe(**measured)), stage)
+        new = run(folder / "b", recipe(**wanted), folder / "a")
         origin = find_origin(new, stage, stage.key(new))
         assert (origin is not None and origin_text(*origin) == "scores from a") == again, case
-        elsewhere = run(folder / "c", recipe(locate={**locate, "pairs": 5}, **wanted), folder / "a")
+        elsewhere = run(folder / "c", recipe(locate={"pairs": 5}, **wanted), folder / "a")
         assert find_origin(elsewhere, stage, stage.key(elsewhere)) is None, "another measurement"
 
 

@@ -48,7 +48,8 @@ def variants_of(reads: Sequence[Read]) -> dict[str, Variant]:
 
 def variants_by_ranking(heads: HeadSet, counts: Sequence[int]) -> dict[str, Variant]:
     """No read, and the first heads of each ranking of the file, each at the position that it reads."""
-    scores = {name: [head.scores[name].value for head in heads.heads] for name in RANKED_BY}
+    measured = [name for name in RANKED_BY if name in heads.heads[0].scores]
+    scores = {name: [head.scores[name].value for head in heads.heads] for name in measured}
     scores["largest gain by reading"] = [max(head.scores[reads].value for reads in READS) for head in heads.heads]
     scores |= {f"random {seed}": np.random.default_rng(seed).random(len(heads.heads)).tolist() for seed in range(3)}
     variants = {"the base": Variant()}

@@ -98,8 +98,7 @@ def choose(
 def can_choose_again(measured: Splice, splice: Splice) -> bool:
     """Whether `choose_again` can choose heads for `splice` from heads that were located with `measured`.
 
-    Greedy choice needs an equal or larger
-    number of heads that was chosen the same way: its first heads are the same.
+    Greedy choice needs an equal or larger number of heads that was chosen the same way: its first heads are the same.
     The accuracy of the base was checked only if `measured` selects by a ranking.
     """
     if splice.select in RANKINGS and measured.select not in RANKINGS:

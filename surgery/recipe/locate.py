@@ -41,7 +41,7 @@ class Locate(Section):
     task: LocatedTask = "kv_retrieval"
     """Probe that generates the prompts. Choose one that the base can answer."""
     pairs: OnePairs = 24
-    """Key-value pairs per prompt: one number, which the base answers. Few pairs rank the same heads as many."""
+    """Key-value pairs per prompt: one number, which the base answers. Few are faster."""
     filler: Filler = None
     """Range of the number of words between a key and its value. By default no words."""
     value_digits: ValueDigits = None

@@ -130,7 +130,7 @@ def _head(found: Findings) -> list[str]:
 
 
 def _locate(draft: _Draft, found: Findings) -> None:
-    section: dict[str, Any] = {"task": found.form.task, "pairs": found.located, **found.form.keys}
+    section: dict[str, Any] = {"task": found.form.task, "pairs": found.pairs, **found.form.keys}
     if found.form.task == ADJACENT.task:
         del section["task"]
     batch_size = min(found.batch_size, 32)
@@ -150,10 +150,7 @@ def _why_pairs(found: Findings) -> str:
         return "No number of pairs tells heads apart in this base."
     others = sorted(found.ladder, key=lambda n: abs(n - found.pairs))[1 : _MOST + 1]
     measured = ", ".join(f"{two_digits(found.ladder[n])} of {n}" for n in sorted(others))
-    text = f"{found.form}. "
-    if found.located < found.pairs:
-        text += f"More than {found.located} pairs take longer and rank the same heads. "
-    text += f"{found.pairs} pairs: the base answers {found.share}"
+    text = f"{found.form}. {found.pairs} pairs: the base answers {found.share}"
     text += f" ({measured})." if measured else "."
     if found.share.accuracy > EASY:
         return f"{text} No number of pairs that was tried is harder."
@@ -166,9 +163,8 @@ def _prompts_to_locate(found: Findings) -> tuple[int, list[str], str]:
     """Choose the number of prompts and the methods by the time that they take: the number, the methods, the reason."""
     if found.share is None:
         return 16, _AT_QUERY, "Few: the scores choose no head here."
-    tokens = found.tokens_of(found.located)
-    second = tokens / found.tokens_per_second  # of a pass
-    full, steps = found.heads / 2, found.heads / 2 * _STEP / tokens  # passes of one column, half of the layers
+    second = found.tokens / found.tokens_per_second  # of a pass
+    full, steps = found.heads / 2, found.heads / 2 * _STEP / found.tokens  # passes of one column, half of the layers
     budget = _MINUTES["locate"] * 60 / second
     for methods, passes in (([], 4 + 2 * full + 4 * steps), (_AT_QUERY, 3 + 4 * steps)):
         for examples in (128, 64, 32):
@@ -220,7 +216,7 @@ def _sources(found: Findings, slow: bool) -> tuple[list[dict[str, Any]], list[st
     """Choose the sources of training, each with its reason."""
     rows, text_rows = (3, 2) if slow else (8, 12 if found.is_small else 8)
     low, high = _trained(found)
-    size = f"{low} to {high} pairs, half to twice {found.pairs}."
+    size = f"{low} to {high} pairs, half to twice as many as located."
     size += " Fewer words between than in the evaluation." if found.form == FAR else ""
     sources: list[dict[str, Any]] = []
     reasons: list[str] = []
@@ -283,7 +279,7 @@ def _longer(found: Findings) -> list[Format]:
 
 def _evaluate(draft: _Draft, found: Findings) -> None:
     tasks: list[dict[str, Any]] = [{"task": found.form.task, "pairs": list(found.sizes), **found.form.keys}]
-    reasons = [f"Half to four times {found.pairs} pairs: twice as many are trained on, at most."]
+    reasons = ["Half to four times as many pairs as located: twice as many are trained on, at most."]
     longer = {form.task: form for form in _longer(found)}
     others = {form: share for form, share in found.screening.able.items() if form != found.form}
     if found.form == FAR:

@@ -32,7 +32,6 @@ PROMPTS, PROMPTS_OF_SMALL = 32, 64  # for each accuracy, of large and of small b
 _KNOWLEDGE = ("closed_book", "letter_choice", "option_text")
 _SENTENCES = 32
 _LARGEST_BATCH = 64
-_LOCATED = 16  # pairs, at most
 _FEW_PAIRS = 4  # in prompts for a base that is at chance
 _NEOX = range(50_254, 50_304)  # vocabularies of mamba_ssm's published models
 
@@ -47,21 +46,16 @@ class Findings:
     machine: Machine
     screening: Screening
     form: Format  # to locate and train in
-    pairs: int  # that the base finds hard and can answer, to train and evaluate around
+    pairs: int  # to locate with
     share: Share | None  # prompts of so many pairs that the base answers; None if it is at chance in every format
     sizes: tuple[int, ...]  # numbers of pairs to evaluate, all of them possible
     known: Mapping[str, Share]  # probes without sizes that the base answers
     batch_size: int  # prompts of one forward pass
     speeds: Mapping[int, float]  # prompts a second by batch size, for the longest evaluated prompts
-    tokens: int  # of a prompt of so many pairs
+    tokens: int  # of a located prompt
     perplexity: float  # of sentences
     own_data: tuple[dict[str, Any], str] | None = None  # the user's file as a source, and the reason for it
     ladder: Mapping[int, float] = field(default_factory=dict)  # accuracies in the format, by number of pairs
-
-    @property
-    def located(self) -> int:
-        """Number of pairs to locate with. More rank the same heads, in longer prompts (paper/SCALE.md)."""
-        return min(self.pairs, _LOCATED)
 
     @property
     def heads(self) -> int:

@@ -118,10 +118,10 @@ def test_large_bases_train_new_heads_which_first_learn_to_read(monkeypatch: pyte
     monkeypatch.setattr("surgery.run.initial_recipe._estimate", lambda data: 2**30)
     gpu = replace(CPU, on_gpu=True, memory=80 * GIB)
     for parameters, machine, steps, expected in (
-        (130_000_000, CPU, 280, {"micro_batch": None}),
+        (130_000_000, CPU, 310, {"micro_batch": None}),
         (130_000_000, gpu, 500, {"precision": "fp32"}),
         (8_000_000_000, gpu, 500, {"precision": "bf16"}),
-        (130_000_000, replace(CPU, memory=2**16), 280, {"micro_batch": 1}),
+        (130_000_000, replace(CPU, memory=2**16), 310, {"micro_batch": 1}),
     ):
         recipe, text = written(findings(parameters=parameters, machine=machine))
         pairs, *longer = (source for source in recipe.train.sources if source.weights.uses("attention"))

@@ -68,11 +68,8 @@ class Recipe(Section):
         if self.train.compile:
             raise ValueError(f"{form} does not support train.compile. Remove it")
         for stage in self.train.sequence:
-            refused = ("spliced_layers", "lora", *(["reads"] if self.splice.form == "pair" else []))
-            if stage.trainable in refused:
-                is_short = stage.trainable == "reads" and self.train.read_steps is not None
-                fault = f"trainable: {stage.trainable}. Set all or new_heads"
-                raise ValueError(f"{form} does not support {'train.read_steps. Remove it' if is_short else fault}")
+            if stage.trainable in ("spliced_layers", "lora"):
+                raise ValueError(f"{form} does not support trainable: {stage.trainable}. Set all or new_heads")
             for name in stage.objectives:
                 compared = _LAYER_BY_LAYER & set(OBJECTIVES[name].needs)
                 if compared:

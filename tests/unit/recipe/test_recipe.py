@@ -256,10 +256,7 @@ def test_init_and_export_format_follow_the_form(form: str) -> None:
     copies = recipe("splice={form: pair, init: ssm}")
     assert copies.splice is not None and copies.splice.min_width is None
     reads = "train={trainable: reads, sources: [{task: records, weights: {attention: 1}}]}"
-    if form == "block":
-        assert recipe("splice.form=block", reads).train.trainable == "reads"
-    else:
-        assert "trainable: reads" in refused("splice.form=pair", reads)
+    assert recipe(f"splice.form={form}", reads).train.trainable == "reads"
 
 
 def test_one_name_or_number_stands_for_a_list_of_one() -> None:

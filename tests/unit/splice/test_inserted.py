@@ -349,6 +349,16 @@ class TestTraining:
             id(p) for name, p in model.named_parameters() if name.startswith(new)
         }
 
+    @each("form", ["block", "copies"])
+    def test_reads_are_queries_and_keys_of_the_blocks(self, form: str) -> None:
+        sources = [{**self.KV, "weights": {"attention": 1.0}}]
+        before, model, _ = self.fitted(form, trainable="reads", sources=sources)
+        pairs = zip(before.named_parameters(), model.parameters(), strict=True)
+        changed = {name for (name, old), weight in pairs if not torch.equal(old, weight)}
+        blocks = [entry["layers"][-1] for entry in model.config.inserted]
+        parts = ("norm", "mixer.q_proj", "mixer.k_proj")
+        assert changed == {f"model.layers.{block}.{part}.weight" for block in blocks for part in parts}
+
 
 class TestPlan:
     @every_form

@@ -125,7 +125,6 @@ REFUSED = {
     "splice={form: pair, init: [ssm]}": "splice.init: ['ssm']. ",
     "splice.form=pair & train.trainable=lora": "trainable: lora. Set all or new_heads",
     "splice.form=pair & train.compile=true": "train.compile",
-    "splice.form=pair & train={read_steps: 5, sources: [{task: records, weights: {attention: 1}}]}": "steps. Remove",
     "splice.form=pair & train={teacher: {model: t}, sources: [{task: records, weights: {hidden_mse: 1}}]}": (
         "(model.hidden_states)"
     ),

@@ -86,10 +86,11 @@ def verdict_of(results: Mapping[str, Any], recipe: Recipe) -> Verdict:
         text = f"{label}: hybrid {_percent(hybrid)}, {name} {_percent(found[reference])}{_points(test)}"
         clauses = [*doubts, text, *losses]
     else:
-        tone = _tone(test, of_main=True)
+        alone = test and {**test, "significant": test["p_two_sided"] < 0.05}
+        tone = _tone(alone)
         select = recipe.splice.select if recipe.splice is not None else ""
         drawn = f", with heads {UNRANKED[select]}," if select in ("random", "uniform") else ""
-        against = f"{_percent(hybrid)} against {_percent(found[reference])}{_points(test, of_main=True)}"
+        against = f"{_percent(hybrid)} against {_percent(found[reference])}{_points(alone)}"
         clauses = [f"The hybrid{drawn} is {_WORDS[tone]} than {name}: {label}, {against}"]
         if reference == "no_splice" and (_tone(to_base) == "worse" or tone == "better" != _tone(to_base)):
             clauses.append(f"it is {_WORDS[_tone(to_base)]} than {base} ({_percent(found['base'])})")
@@ -203,20 +204,19 @@ def _percent(entry: Entry) -> str:
     return f"{100 * entry['accuracy']:.1f}%"
 
 
-def _tone(test: Entry | None, of_main: bool = False) -> Tone:
-    if test is None or not (test["p_two_sided"] < 0.05 if of_main else test["significant"]):
+def _tone(test: Entry | None) -> Tone:
+    if test is None or not test["significant"]:
         return "unclear"
     return "better" if test["difference"] > 0 else "worse"
 
 
-def _points(test: Entry | None, of_main: bool = False) -> str:
+def _points(test: Entry | None) -> str:
     """Format a difference with its interval and p-value; empty if there is no test."""
     if test is None:
         return ""
     low, high = (f"{100 * test[end]:+.1f}" for end in ("low", "high"))
     p = test["p_two_sided"]
-    not_after = p < 0.05 and not test["significant"] and not of_main
-    corrected = ", too high with Holm's correction over all tasks" if not_after else ""
+    corrected = ", too high with Holm's correction over all tasks" if p < 0.05 and not test["significant"] else ""
     return f" ({100 * test['difference']:+.1f} points [{low}, {high}], p {p_text(p)}{corrected})"
 
 

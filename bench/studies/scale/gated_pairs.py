@@ -23,7 +23,6 @@ Shape legend: T tokens, D channels that the block reads, I inner width and P hea
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -38,6 +37,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.common import load, parser, quiet_on_one_thread
+from bench.studies.scale.prompts import texts_of
 from surgery.files.atomic import read_json
 from surgery.models.inserted import head_slots, inserted_entries
 from surgery.probes.documents import rng_of
@@ -111,7 +111,7 @@ def ridge(inputs: Tensor, targets: Tensor, share: float) -> Tensor:
 def hold_values(hybrid: PreTrainedModel, base: PreTrainedModel, prompts: Sequence[Tensor]) -> None:
     """Let the second half of a pair's side channels hold principal directions of x of its heads.
 
-    One channel, the last, marks the first token. Both are 0 elsewhere: values at the first token, the mark at others.
+    They are 0 at the first token, and the last channel, the mark, is 0 at all others.
     """
     for entry in inserted_entries(hybrid.config):
         source = base.backbone.layers[entry["site"]]
@@ -260,7 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hybrid = splice_model(base, plan, splice)
     prompts = fitting_prompts(tokenizer, 8)
     hold_values(hybrid, base, prompts[::2])
-    texts = [tokenizer(row, return_tensors="pt")["input_ids"][:, :256] for row in _rows(args.texts, 12)]
+    rows = texts_of(args.texts, 12)
+    texts = [tokenizer(row.text, return_tensors="pt")["input_ids"][:, :256] for row in rows]
     fit(hybrid, base, prompts, texts, args.size)
     train_model(hybrid, tokenizer, _stages(), plan, base, 0, None, on_step=_show, texts=args.texts)
     hybrid.eval().save_pretrained(args.folder)
@@ -281,10 +282,6 @@ def _stages() -> Train:
 def _show(step: int, history: Sequence[dict[str, float]]) -> None:
     if step % 10 == 0:
         print(step, {name: round(value, 3) for name, value in history[-1].items()}, flush=True)
-
-
-def _rows(path: Path, count: int) -> list[str]:
-    return [json.loads(line)["text"] for line in path.read_text().splitlines()[:count]]
 
 
 if __name__ == "__main__":

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from bench.common import CHECKPOINTS, FAR, load
 from bench.studies.scale.arms import first_round, reading_head
-from bench.studies.scale.gated_pairs import block_input, fit, hold_values
 from bench.studies.scale.prompts import Context, Kind, answers
 from bench.studies.scale.study import built
 from surgery.data.generation import answer_batches, generate_answers
 from surgery.files.atomic import read_json
-from surgery.models.inserted import inserted_entries
 from surgery.probes.documents import Document, Question
-from surgery.recipe import Splice
-from surgery.splice.graft import splice_model
-from surgery.splice.plan import make_plan
 from surgery.types import head_set_from_json
 
 HEADS = head_set_from_json(read_json(CHECKPOINTS / "quickstart" / "heads.json"))
@@ -46,25 +40,3 @@ def test_every_arm_has_a_name_of_its_own_and_can_be_built() -> None:
         assert arm.train(None).sequence[-1].steps == 2
         assert hybrid is not model
     assert reading_head(HEADS) == "L3H2"
-
-
-@torch.no_grad()
-def test_a_gated_pair_reads_nothing_at_the_first_token_and_marks_it_alone() -> None:
-    base, _ = load(FAR)
-    section = Splice(form="pair", init="ssm", side_channels=128, head_dim=base.config.head_dim)
-    hybrid = splice_model(base, make_plan(HEADS, base.config, section, 0), section)
-    draw = torch.Generator().manual_seed(1)
-    prompts = list(torch.randint(base.config.vocab_size, (4, 1, 200), generator=draw))
-    hold_values(hybrid, base, prompts)
-    (entry,) = inserted_entries(hybrid.config)
-    held = block_input(hybrid, entry, prompts[0])[:, -64:]
-    assert not held[0, :-1].any(), "values"
-    assert held[0, -1] > 4 * held[1:, -1].abs().max(), "the mark"
-    expected = base(prompts[0]).logits.log_softmax(-1)
-    distances = []
-    for size in (0.0, 0.25, 1.0):
-        fit(hybrid, base, prompts, [], size)
-        distances.append(
-            float((expected.exp() * (expected - hybrid(prompts[0]).logits.log_softmax(-1))).sum(-1).mean())
-        )
-    assert distances[0] < 1e-6 < distances[1] < distances[2]

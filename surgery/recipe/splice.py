@@ -50,7 +50,8 @@ class Splice(Section):
     """`add`: add attention to the SSM head. `replace`: use attention instead of the SSM head, which is silenced."""
     output: Literal["zero", "copy"] = "zero"
     """With `mode: add`: what the new heads add before training. `zero`: nothing. `copy`: what they read, through the
-    output projection of the copied head, so that one which learns where to read answers at once. Needs `init: ssm`."""
+    output projection of the copied head, so that one which learns where to read answers at once. Needs `init: ssm`.
+    With `form: pair` also the head's values and how open its gate is, found on a few prompts of `locate`."""
     init: Annotated[str, NameOf(_BRANCHES)] = "ssm"
     """Attention branch. `ssm`: copy the head's C, B, x and gate. `teacher`: copy a Transformer's attention. `random`:
     random weights, as a control. With `form: pair`, `ssm` copies C and B of the layer that follows into the Gather
@@ -119,6 +120,8 @@ class Splice(Section):
                 raise ValueError(f"`form: {self.form}` does not support `{key}: {getattr(self, key)}`: {hint}")
         if self.init == "ssm" and not self.side_channels:
             raise ValueError("`form: pair` with `init: ssm` needs `side_channels`: set 128, or set `init: random`")
+        if self.output == "copy" and self.before is not None:
+            raise ValueError("`output: copy` copies from the layer of the chosen heads: remove `before`")
         for key in ("teacher", "min_width", "state_size"):
             if getattr(self, key) is not None:
                 raise ValueError(f"`form: {self.form}` does not support `{key}`: remove it, or set `form: head`")
@@ -148,8 +151,10 @@ class Splice(Section):
         if self.min_width is not None and self.init != "ssm":
             hint = "set `random_width` instead" if self.init == "random" else "remove it, or set `init: ssm`"
             raise ValueError(f"`init: {self.init}` does not use `min_width`: {hint}")
-        if self.output == "copy" and (self.form, self.mode, self.init) != ("head", "add", "ssm"):
-            raise ValueError("`output: copy` needs `form: head`, `mode: add` and `init: ssm`: set them, or remove it")
+        if self.output == "copy" and (self.form == "block" or (self.mode, self.init) != ("add", "ssm")):
+            raise ValueError(
+                "`output: copy` needs `form: head` or `pair`, `mode: add` and `init: ssm`: set them, or remove it"
+            )
         if self.unit == "layer" and (self.init, self.mode) != ("teacher", "replace"):
             raise ValueError("`unit: layer` needs `init: teacher` and `mode: replace`")
         if self.with_block and self.unit != "layer":

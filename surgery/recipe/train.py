@@ -47,9 +47,9 @@ class TrainStage(Section):
     """End before the last step, at a plateau of the loss. With `wsd` the rate then decays, for the share `decay` of all
     trained steps; with `constant` training ends. By default all steps are trained."""
     trainable: Trainable = "all"
-    """Weights to train: all, the spliced heads, their queries and keys alone (`reads`, with objectives on attention:
-    each layer for itself, and no layer above the last head runs), the layers with spliced heads, or (`lora`) the
-    spliced heads and adapters on the rest."""
+    """Weights to train: all, the spliced heads, their queries and keys alone, with the Gather layers of pairs (`reads`,
+    with objectives on attention: each layer for itself, and no layer above the last head runs), the layers with spliced
+    heads, or (`lora`) the spliced heads and adapters on the rest."""
     sources: tuple[Source, ...] = ()
     """Documents of each step. By default kv_retrieval with `answer` and `attention`, and sentences with `base_kl`; with
     `stages`, each stage sets its own."""

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from surgery.data.offsets import tokenized
 from surgery.errors import PlanError, RecipeError
@@ -28,6 +29,7 @@ from surgery.splice.state_size import StateCut, choose_channels, cut_to_json, st
 from surgery.types import HeadId, HeadSet, to_json
 
 _PAGE_PROMPTS = 3  # on the page of the heads
+_PAIR_PROMPTS, _PAIR_PROMPT_SIZE = 16, 32
 _PAGE_TOKENS = 512  # of an own prompt there, which has T^2 numbers a head
 
 
@@ -135,11 +137,21 @@ class SpliceStage(Stage):
 
     def work(self, run: Run, key: str) -> None:
         plan = run.plan()
-        run.save(splice_model(run.base(), plan, run.recipe.splice, run.teacher(), _choose_state(run)), "spliced")
+        given = (run.recipe.splice, run.teacher(), _choose_state(run), _prompts_of_pairs(run))
+        run.save(splice_model(run.base(), plan, *given), "spliced")
         hybrid = run.model("spliced")  # from its files, as it will be trained
         batch = sample_batch(run, min(8, run.recipe.locate.batch_size))
         gap = step_zero_gap(run.base(), hybrid, plan, batch.input_ids, batch.attention_mask)
         write_json(run.folder / "splice.json", {"max_logit": gap.max_logit, "kl": gap.kl, "same_top": gap.same_top})
+
+
+def _prompts_of_pairs(run: Run) -> list[Tensor]:
+    """Prompts that pairs are fitted to, with `output: copy`; (1,T) ids each."""
+    splice, section = run.recipe.splice, run.recipe.locate
+    if splice is None or (splice.form, splice.output) != ("pair", "copy"):
+        return []
+    batch = sample_batch(run, _PAIR_PROMPTS, min(section.pairs, _PAIR_PROMPT_SIZE))
+    return [ids[mask.bool()][None] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
 
 
 def _choose_state(run: Run) -> StateCut | None:

@@ -42,10 +42,12 @@ def fill_gather(
         layer: of the base, before which the pair is inserted.
         side: the side channels of this pair; None if it has none.
     """
-    stream = _stream(model, layer, draw)
+    # All of the vocabulary is as frequent.
+    ids = draw.tokens("gate", 16 * model.config.hidden_size, model.config.vocab_size)
+    stream = input_of(model, model.base_model.layers[layer], ids)
     x = stream.double()
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.config.layer_norm_epsilon)
-    _fill_delay_line(mixer, draw, _constant_direction(normed.flatten(0, 1)).to(stream.dtype))
+    _fill_delay_line(mixer, draw, constant_direction(normed.flatten(0, 1)).to(stream.dtype))
     base = stream.shape[-1]
     others = torch.arange(len(block.norm.weight), device=draw.device) >= base
     if side is not None:
@@ -88,11 +90,11 @@ def fill_gather(
 
 
 class _Reached(Exception):
-    """A forward pass has reached the layer whose input is needed."""
+    """A forward pass has reached the module whose input is needed."""
 
 
-def _stream(model: PreTrainedModel, layer: int, draw: Draw) -> Tensor:
-    """(B,T,D) input of a layer at about 16 D random tokens, in which all of the vocabulary is as frequent."""
+def input_of(model: PreTrainedModel, module: nn.Module, ids: Tensor) -> Tensor:
+    """Run a model on (B,T) ids up to one of its modules, and return the module's first input."""
     inputs: list[Tensor] = []
 
     def stop(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -100,12 +102,12 @@ def _stream(model: PreTrainedModel, layer: int, draw: Draw) -> Tensor:
         raise _Reached
 
     with ExitStack() as hooks, suppress(_Reached):
-        hooks.callback(model.base_model.layers[layer].register_forward_pre_hook(stop).remove)
-        model(draw.tokens("gate", 16 * model.config.hidden_size, model.config.vocab_size), use_cache=False)
+        hooks.callback(module.register_forward_pre_hook(stop).remove)
+        model(ids, use_cache=False)
     return inputs[0]
 
 
-def _constant_direction(normed: Tensor) -> Tensor:
+def constant_direction(normed: Tensor) -> Tensor:
     """Find, by ridge regression, a vector whose product with a layer's normed input (N,D) is about 1 at every token."""
     gram = normed.T @ normed / len(normed)
     ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -150,19 +152,25 @@ def _copy_keys_and_queries(mixer: nn.Module, followed: nn.Module, groups: Sequen
     They include the convolution of that layer, which is in the block `followed`. The order is N channels of B and N of
     C for each group.
     """
-    source, N, I = followed.mixer, mixer.ssm_state_size, mixer.intermediate_size  # noqa: E741
+    N, I = mixer.ssm_state_size, mixer.intermediate_size  # noqa: E741
     starts = [start for group in groups for start in (group * N, (mixer.n_groups + group) * N)]
-    theirs = torch.tensor(
-        [I + start + n for start in starts for n in range(N)], dtype=torch.long, device=mixer.D.device
-    )
-    ours = torch.arange(len(theirs), device=mixer.D.device)
-    weight = source.in_proj.weight[I + theirs] * followed.norm.weight
+    theirs = [I + start + n for start in starts for n in range(N)]
+    copy_channels(mixer, followed, theirs, 0)
+
+
+def copy_channels(mixer: nn.Module, followed: nn.Module, theirs: Sequence[int], first: int) -> None:
+    """Let channels of a Gather layer, from `first` on, hold those of the convolution of the SSM layer `followed`."""
+    source, I = followed.mixer, mixer.intermediate_size  # noqa: E741
+    ours = torch.arange(first, first + len(theirs), device=mixer.D.device)
+    rows = torch.tensor(theirs, dtype=torch.long, device=mixer.D.device)
+    weight = source.in_proj.weight[I + rows] * followed.norm.weight
     mixer.in_proj.weight[I + ours, : weight.shape[1]] = weight
-    mixer.conv1d.weight[ours] = source.conv1d.weight[theirs]
+    mixer.in_proj.weight[I + ours, weight.shape[1] :] = 0
+    mixer.conv1d.weight[ours] = source.conv1d.weight[rows]
     if mixer.in_proj.bias is not None:
-        mixer.in_proj.bias[I + ours] = source.in_proj.bias[I + theirs]
+        mixer.in_proj.bias[I + ours] = source.in_proj.bias[I + rows]
     if mixer.conv1d.bias is not None:
-        mixer.conv1d.bias[ours] = source.conv1d.bias[theirs]
+        mixer.conv1d.bias[ours] = source.conv1d.bias[rows]
 
 
 def _write_side_channels(mixer: nn.Module, normed: Tensor, groups: int, width: int, side: slice, draw: Draw) -> int:

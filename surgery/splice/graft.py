@@ -7,7 +7,7 @@ these rows and their short convolutions. In Mamba-1 it reads the mixer's B, C an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +23,13 @@ from surgery.hybrid.configuration_hybrid import is_whole
 from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.alterations import silence
 from surgery.models.hooks import record
+from surgery.models.inserted import attention_layers
 from surgery.models.lookup import block_of, family_of, geometry_of, mixer_of, structure_of
 from surgery.models.runtime import requires_grad, stays_in_fp32
 from surgery.models.spliced import BASE_STATE_SIZE
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Splice
+from surgery.splice.gated_pair import copy_outputs
 from surgery.splice.insertion import insert_layers
 from surgery.splice.plan import check_not_spliced, check_state_size, hybrid_config, splice_field
 from surgery.splice.source import HeadSource, donor_of
@@ -46,6 +48,7 @@ def splice_model(
     section: Splice | None = None,
     teacher: PreTrainedModel | None = None,
     cut: StateCut | None = None,
+    prompts: Sequence[Tensor] = (),
 ) -> PreTrainedModel:
     """Build the hybrid. The base is not changed and shares no memory with it.
 
@@ -58,6 +61,7 @@ def splice_model(
         teacher: with `init: teacher`, the Transformer whose attention is transplanted.
         cut: with `splice.state_size`, the channels of the state to keep, from `choose_channels`. Branches are copies of
             the base's heads with all channels.
+        prompts: for a pair with `output: copy`, (1,T) ids each, up to a query.
 
     Returns:
         The hybrid in eval mode, in the base's dtype. With `mode: add`, `output: zero` and no cut, its logits equal
@@ -70,7 +74,12 @@ def splice_model(
     check_not_spliced(model.config)  # the base's plan fits it too, and its trained heads would be lost
     section = section or plan.section
     if any(graft.form != "head" for graft in plan.grafts):
-        return insert_layers(model, plan, section)
+        hybrid = insert_layers(model, plan, section)
+        if section is not None and section.output == "copy":
+            if not prompts:
+                raise PlanError("splice.output", "copy", "splice_model needs `prompts` for it. Pass some, or set zero.")
+            copy_outputs(hybrid, model, plan, prompts)
+        return hybrid
     family = family_of(model.config)
     if plan.geometry != geometry_of(model.config):
         raise PlanError("plan.json geometry", plan.geometry, "The plan was made for another model. Plan again.")
@@ -219,7 +228,7 @@ def step_zero_gap(
 
     The check: heads that replace others or add copies, and a state that is cut, change what their layers add to the
     stream. These layers add what the base's do instead, so that all else is compared: embeddings, other layers, norms
-    and head.
+    and head. Inserted blocks with an output are left out.
 
     Args:
         base, hybrid: as loaded from their folders.
@@ -230,6 +239,8 @@ def step_zero_gap(
         PlanError: a logit of the check differs by more than rounding.
     """
     heads = [graft for graft in plan.grafts if graft.form == "head"]
+    inserted = [hybrid.get_submodule(f"model.layers.{layer}") for layer in attention_layers(hybrid.config)]
+    inserted = [block for block in inserted if block.mixer.o_proj.weight.any()]
     layers = {
         graft.site.layer
         for graft in heads
@@ -246,23 +257,30 @@ def step_zero_gap(
         stream = _stream(args, kwargs) + added[layer]
         return (stream, *output[1:]) if isinstance(output, tuple) else stream
 
-    def logits(model: PreTrainedModel, hook: Callable[..., Any], hooked: Collection[int]) -> Tensor:
-        """Logits of the N real tokens, (N,V) in fp32, with a hook on the blocks of some layers."""
+    def skip(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        return (_stream(args, kwargs), *output[1:]) if isinstance(output, tuple) else _stream(args, kwargs)
+
+    def logits(
+        model: PreTrainedModel, hook: Callable[..., Any], hooked: Collection[int], skipped: Sequence[nn.Module] = ()
+    ) -> Tensor:
+        """Logits of the N real tokens, (N,V) in fp32, with a hook on the blocks of some layers, without others."""
         spec = family_of(base.config).mixers(base.config)[0]
         with ExitStack() as hooks, requires_grad(False, model):
+            for block in skipped:
+                hooks.callback(block.register_forward_hook(skip, with_kwargs=True).remove)
             for layer in hooked:
                 block = block_of(model, layer, spec)
                 hooks.callback(block.register_forward_hook(partial(hook, layer), with_kwargs=True).remove)
             output = model(input_ids, attention_mask=attention_mask, use_cache=False).logits
         return output[attention_mask.bool()].float()
 
-    a, kept = logits(base, keep, layers), logits(hybrid, add, layers)
+    a, kept = logits(base, keep, layers), logits(hybrid, add, layers, inserted)
     apart, rounding = float((a - kept).abs().max()), _ROUNDING if base.dtype == torch.float32 else _ROUNDING_IN_HALF
     if not apart <= rounding * float(a.abs().max()):
         value = f"its logits differ from the base's by up to {apart:.2g} before training, which rounding does not"
         hint = "The weights and config.json of base.model disagree, such as lm_head.weight and tie_word_embeddings."
         raise PlanError("the hybrid", value, f"{hint} Correct them.")
-    b = logits(hybrid, add, ()) if layers else kept
+    b = logits(hybrid, add, ()) if layers or inserted else kept
     log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
     kl = (log_a.exp() * (log_a - log_b)).sum(-1).mean()
     same = (a.argmax(-1) == b.argmax(-1)).float().mean()

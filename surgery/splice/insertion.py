@@ -73,6 +73,12 @@ def check_inserts(config: PreTrainedConfig, splice: Splice | None = None, dtype:
         raise PlanError("base.dtype", str(dtype).removeprefix("torch."), hint)
     if splice is None:
         return
+    if splice.output == "copy":
+        groups, bias, width = config.n_groups, config.use_conv_bias, splice.head_dim or HEAD_DIM
+        has = f"{groups} groups" if groups > 1 else "no bias of the convolution" if not bias else ""
+        if has or width < _head_dim(config):
+            has = has or f"heads of {_head_dim(config)} channels, more than splice.head_dim"
+            raise PlanError("splice.output", "copy", f"The base has {has}. With form: pair, set zero.")
     kinds = getattr(config, "layers_block_type", ())
     if _ATTENTION in kinds and splice.head_dim not in (None, config.head_dim):
         hint = f"The base has attention, so it must be {config.head_dim}, its width. Leave it out."
@@ -83,6 +89,10 @@ def check_inserts(config: PreTrainedConfig, splice: Splice | None = None, dtype:
         raise PlanError("splice.side_channels", side, f"{hint}multiple of {_ROW}. Set {side - rest + _ROW}.")
     _check_place(splice.before, config, splice.init)
     check_counts(Counter(HeadId.parse(head).layer for head in splice.heads), config, "splice.heads")
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    return family_of(config).sites(config)[0].head_dim
 
 
 def _check_place(before: int | None, config: PreTrainedConfig, init: str) -> None:
@@ -152,6 +162,9 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
             if graft.form == "pair" and side:
                 entry["channels"] = [width, width + side]
                 width += side
+            if splice is not None and splice.output == "copy":
+                _check_room(graft, hybrid)
+                entry["output"] = "copy"
             entries.append(entry)
             kinds += new
         kinds.append(kind)
@@ -167,6 +180,15 @@ def inserted_config(plan: Plan, config: PreTrainedConfig, splice: Splice | None 
         setattr(hybrid, BASE_TYPE, config.model_type)
     hybrid._attn_implementation = "sdpa"
     return hybrid
+
+
+def _check_room(graft: Graft, config: NemotronHConfig) -> None:
+    """Raise PlanError if keys, queries and values of the heads of a graft do not fit into a Gather layer."""
+    inner, width = config.mamba_num_heads * config.mamba_head_dim, config.mamba_head_dim
+    room = (inner - 2 * config.ssm_state_size) // width - 1  # the last head holds the mark
+    if len(graft.heads) > room:
+        hint = f"With form: pair, {max(room, 0)} heads of a layer fit. Choose fewer, or set zero."
+        raise PlanError("splice.output", f"copy with {len(graft.heads)} heads in layer {graft.site.layer}", hint)
 
 
 def nemotron_h_config(config: PreTrainedConfig) -> NemotronHConfig:

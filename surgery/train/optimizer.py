@@ -73,7 +73,7 @@ def mark_trainable(model: PreTrainedModel, stage: TrainStage, layers: Sequence[i
         raise RunError(
             "train.trainable", stage.trainable, "The model has no spliced heads, so no weight would train. Set all."
         )
-    held = {id(p) for p in held_parameters(model)}
+    held = {id(p) for p in held_parameters(model, stage.trainable == "reads")}
     trained = {id(p): p for p in parameters if id(p) not in held}
     model.requires_grad_(False)
     for parameter in trained.values():

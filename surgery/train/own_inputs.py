@@ -1,8 +1,8 @@
 """Train queries and keys alone, each layer on its own input: what `trainable: reads` does.
 
-Queries and keys of a head depend on the input of its layer. With a loss of its attention, no gradient has to pass
-through other layers, and those above the last new head need not run. MOHAWK's first stage (arXiv 2408.10189) trains
-layers apart in the same way, on the teacher's inputs.
+Queries and keys of a head depend on the input of its layer, and in a pair on its Gather layer. With a loss of its
+attention, no gradient has to pass through other layers, and those above the last new head need not run. MOHAWK's first
+stage (arXiv 2408.10189) trains layers apart in the same way, on the teacher's inputs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,31 @@ from torch import Tensor, nn
 
 from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.hooks import replaced_once
-from surgery.models.inserted import new_modules
+from surgery.models.inserted import has_inserted, inserted_entries, new_modules
 
 
 def reading_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters on which queries and keys of new heads depend. Those of a Gather layer in front are none of them."""
+    """Parameters on which queries and keys of new heads depend.
+
+    Those of a Gather layer with side channels are among them. Without, it would write to what the base reads.
+    """
+    gathers = set(_gathers(model))
     readers = [
         module
         for module in new_modules(model).values()
-        if isinstance(module, SplicedAttention) or hasattr(module.mixer, "q_proj")
+        if isinstance(module, SplicedAttention) or hasattr(module.mixer, "q_proj") or module in gathers
     ]
     apart = re.compile(r"\b(o|v|gate)_proj\b")
     return [p for module in readers for name, p in module.named_parameters() if not apart.search(name)]
+
+
+def _gathers(model: nn.Module) -> list[nn.Module]:
+    """Gather layers whose side channels only the block above them reads."""
+    config = getattr(model, "config", None)
+    if not has_inserted(config):
+        return []
+    entries = inserted_entries(config)
+    return [model.get_submodule(f"model.layers.{entry['layers'][0]}") for entry in entries if "channels" in entry]
 
 
 class OwnInputs:
@@ -45,6 +58,7 @@ class OwnInputs:
         blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and new & set(m.modules()))
         last = max(index for index, block in enumerate(blocks) if new & set(block.modules()))
         self._run, self._above = list(blocks[: last + 1]), list(blocks[last + 1 :])
+        self._gathers = set(_gathers(model))
         self._returns_tuple: dict[nn.Module, bool] = {}  # of blocks above, once they have run
         self._outputs: list[Tensor] = []  # of blocks with new heads, in the last pass
 
@@ -54,6 +68,8 @@ class OwnInputs:
         self._outputs.clear()
         with ExitStack() as patches:
             for block in self._run:
+                if block in self._gathers:
+                    continue  # the loss of the block above trains it
                 patches.callback(block.register_forward_hook(self._detached).remove)
             for block in self._above:
                 if block in self._returns_tuple:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.user import StreamedDocuments, open_source
 from surgery.errors import RunError
+from surgery.models.inserted import read_masks
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES
@@ -43,7 +44,7 @@ from surgery.train.optimizer import adamw, learning_rate_factor, mark_trainable
 from surgery.train.own_inputs import OwnInputs
 from surgery.train.packing import packing_fault
 from surgery.train.plateau import LAST_STEP, is_at_plateau, num_steps_from, stage_lengths
-from surgery.train.sharded import full, gather, trainable_parameters, twin
+from surgery.train.sharded import full, gather, sharded_like, trainable_parameters, twin
 from surgery.train.shared_prefix import SharedPrefix, share_weights, unshare_bases
 from surgery.train.step_loader import steps_of, workers_by_default
 from surgery.train.step_log import StepLog, StepLosses, diverged
@@ -211,7 +212,15 @@ class StageTrainer:
         if self.targets.base is not None and not accelerator.is_fsdp2:
             share_weights(model, self.targets.base)  # not before a checkpoint has been read into the model's weights
             prefix = SharedPrefix.of(model, self.targets.base) if not section.compile else None
-        own_inputs = OwnInputs(self.student, accelerator.is_fsdp2) if stage.trainable == "reads" else None
+        own_inputs, self.masks = None, list[tuple[Tensor, Tensor]]()
+        if stage.trainable == "reads":
+            own_inputs = OwnInputs(self.student, accelerator.is_fsdp2)
+            in_part, weights = read_masks(model), dict(self.student.named_parameters())
+            if in_part and accelerator.distributed_type == DistributedType.DEEPSPEED:
+                hint = "DeepSpeed hides the gradients, a part of which must be 0. Launch with ddp.yaml or fsdp2.yaml."
+                raise RunError("train.trainable", "reads", hint)
+            names = {name: in_part[weight] for name, weight in model.named_parameters() if weight in in_part}
+            self.masks = [(weights[name], sharded_like(mask, weights[name])) for name, mask in names.items()]
         self.targets = replace(self.targets, distil=stage.distil, prefix=prefix, own_inputs=own_inputs)
         self.split = StepSplit(
             stage.sources,
@@ -272,6 +281,9 @@ class StageTrainer:
         tokens_of_all = torch.full((), tokens * accelerator.num_processes, device=accelerator.device)
         found = torch.stack([*(sums.get(name, zero).float() for name in names), tokens_of_all])
         means = accelerator.reduce(found, "mean")
+        for weight, mask in self.masks:
+            if weight.grad is not None:
+                weight.grad *= mask
         norm = accelerator.clip_grad_norm_(trainable_parameters(model), self.stage.optimizer.max_grad_norm)
         return names, torch.cat([means, full(torch.as_tensor(norm)).detach().reshape(1).to(means)])
 

@@ -152,6 +152,16 @@ def test_a_copy_is_verified(pair: Path, tmp_path: Path) -> None:
     assert "reloading" in line and "differ" in line
 
 
+def test_a_pair_that_begins_with_the_output_of_its_heads(tmp_path: Path) -> None:
+    copies = "splice={select: list, heads: [L3H2, L3H0], form: pair, init: ssm, output: copy}"
+    ran("run", str(RECIPE), *QUICK, copies, "train.read_steps=2", "train.control=false", cwd=tmp_path)
+    folder = tmp_path / "runs" / "quickstart"
+    assert 1e-3 < json.loads((folder / "splice.json").read_text())["kl"] < 1
+    (entry,) = json.loads((folder / "export" / "config.json").read_text())["inserted"]
+    assert (entry["output"], entry["before"]) == ("copy", 3)
+    ran("verify", str(folder / "export"), cwd=tmp_path)
+
+
 def test_it_is_trained_further_in_the_same_format(pair: Path, tmp_path: Path) -> None:
     tune = ("run", str(RECIPE), *WITHOUT_BASE, f"base.model={pair / 'export'}", "splice=null")
     assert_all_refused({tune: ("export.format", "nemotron_h")}, tmp_path)

@@ -349,15 +349,21 @@ class TestTraining:
             id(p) for name, p in model.named_parameters() if name.startswith(new)
         }
 
-    @each("form", ["block", "copies"])
-    def test_reads_are_queries_and_keys_of_the_blocks(self, form: str) -> None:
+    @every_form
+    def test_reads_train_queries_and_keys_and_what_a_gather_layer_writes_beside_the_base(self, form: str) -> None:
         sources = [{**self.KV, "weights": {"attention": 1.0}}]
         before, model, _ = self.fitted(form, trainable="reads", sources=sources)
         pairs = zip(before.named_parameters(), model.parameters(), strict=True)
         changed = {name for (name, old), weight in pairs if not torch.equal(old, weight)}
-        blocks = [entry["layers"][-1] for entry in model.config.inserted]
+        entries = model.config.inserted
         parts = ("norm", "mixer.q_proj", "mixer.k_proj")
-        assert changed == {f"model.layers.{block}.{part}.weight" for block in blocks for part in parts}
+        queries_and_keys = {f"model.layers.{entry['layers'][-1]}.{part}.weight" for entry in entries for part in parts}
+        gathers = tuple(f"model.layers.{entry['layers'][0]}." for entry in entries if "channels" in entry)
+        assert queries_and_keys <= changed
+        assert all(name.startswith(gathers) for name in changed - queries_and_keys)
+        assert {
+            f"{gather}mixer.{part}.weight" for gather in gathers for part in ("in_proj", "conv1d", "out_proj")
+        } <= changed
 
 
 class TestPlan:

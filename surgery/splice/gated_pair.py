@@ -13,7 +13,7 @@ closed. All of it is in the weights of the pair, so the hybrid stays a Nemotron-
              projected on their mean at the queries, as a share of it.
     output   The head's columns of `out_proj`, times that mean, times a quarter: the SSM head adds its part too.
 
-Training keeps what values, mark and norm are made of (`held_parameters` and `read_masks` of `surgery.models.inserted`):
+Training keeps what values, mark and norm are made of (`held_parameters` and `read_masks` of `surgery.models.held`):
 otherwise the values of the first token are not 0 for long (paper/SCALE.md).
 
 Shape legend: T tokens, D channels of a stream, N tokens of all prompts, C channels of x of the heads of one layer.
@@ -31,8 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from surgery.models.held import value_channels
 from surgery.models.hooks import record
-from surgery.models.inserted import head_slots, inserted_entries, own_channels, value_channels
+from surgery.models.inserted import head_slots, inserted_entries, own_channels
 from surgery.models.lookup import block_of, mixer_of, structure_of
 from surgery.splice.draw import Draw
 from surgery.splice.gather import constant_direction, copy_channels, input_of

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.errors import RunError
-from surgery.models.inserted import held_parameters, new_modules
+from surgery.models.held import held_parameters
+from surgery.models.inserted import new_modules
 from surgery.models.lookup import block_of, family_of
 from surgery.recipe import Optimizer, Train, TrainStage
 from surgery.train.lora import adapter_parameters

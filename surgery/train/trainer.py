@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.data.user import StreamedDocuments, open_source
 from surgery.errors import RunError
-from surgery.models.inserted import read_masks
+from surgery.models.held import read_masks
 from surgery.models.torch_scans import torch_scans
 from surgery.recipe import Train, TrainStage
 from surgery.recipe.objectives import OBJECTIVES

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from surgery.models.inserted import has_inserted, inserted_entries, own_channels
+from surgery.models.inserted import own_channels, pairs_of
 
 
 def held_parameters(model: nn.Module, in_reads: bool = False) -> list[nn.Parameter]:
@@ -47,7 +47,7 @@ def trained_parts(gather: nn.Module, entry: Mapping[str, Any]) -> dict[nn.Parame
     rows: dict[nn.Parameter, tuple[Any, ...]] = {
         mixer.in_proj.weight: ([*range(first), *range(inner, inner + first)],),
         mixer.conv1d.weight: (slice(first),),
-        mixer.out_proj.weight: (slice(own.start, (own.start + own.stop) // 2), slice(first)),
+        mixer.out_proj.weight: (halves(own)[0], slice(first)),
     }
     if mixer.in_proj.bias is not None:
         rows[mixer.in_proj.bias] = rows[mixer.in_proj.weight]
@@ -65,10 +65,11 @@ def value_channels(mixer: nn.Module, heads: int) -> slice:
     return slice(end - heads * mixer.head_dim, end)
 
 
-def _copying(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, dict[str, Any]]]:
-    """Yield Gather layer, block and entry of each pair with `init: ssm`."""
-    config = getattr(model, "config", None)
-    for entry in inserted_entries(config) if has_inserted(config) else ():
-        if entry["init"] == "ssm":
-            gather, block = (model.get_submodule(f"model.layers.{layer}") for layer in entry["layers"])
-            yield gather, block, entry
+def halves(own: slice) -> tuple[slice, slice]:
+    """Return the side channels of a pair with `output: copy`: of keys and queries, and of values and the mark."""
+    middle = (own.start + own.stop) // 2
+    return slice(own.start, middle), slice(middle, own.stop)
+
+
+def _copying(model: nn.Module) -> list[tuple[nn.Module, nn.Module, dict[str, Any]]]:
+    return [pair for pair in pairs_of(model) if pair[2]["init"] == "ssm"]

@@ -222,6 +222,16 @@ def new_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in model.named_modules() if n in blocks or isinstance(m, SplicedAttention)}
 
 
+def pairs_of(model: nn.Module) -> list[tuple[nn.Module, nn.Module, dict[str, Any]]]:
+    """Return Gather layer, block and entry of each pair, from below."""
+    config = getattr(model, "config", None)
+    if not has_inserted(config):
+        return []
+    entries = [entry for entry in inserted_entries(config) if entry["form"] == "pair"]
+    blocks = [[model.get_submodule(f"model.layers.{layer}") for layer in entry["layers"]] for entry in entries]
+    return [(gather, block, entry) for (gather, block), entry in zip(blocks, entries, strict=True)]
+
+
 def head_slots(count: int, mixer: nn.Module) -> list[int]:
     """Return which attention heads of an inserted block are its own: spread, so that few share keys and values.
 

@@ -24,25 +24,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgery.models.held import value_channels
+from surgery.models.held import halves, value_channels
 from surgery.models.hooks import record
 from surgery.models.inserted import head_slots, inserted_entries, own_channels
 from surgery.models.lookup import block_of, mixer_of, structure_of
 from surgery.splice.draw import Draw
-from surgery.splice.gather import constant_direction, copy_channels, input_of
+from surgery.splice.gather import constant_direction, copy_channels, input_of, ridge
 from surgery.types import Graft, Plan
 
 _SINK = 20.0  # score of the first token where the gate is closed, and less that where it is open
 _MARK, _LARGE = 40.0, 1000.0
 _SIZE = 0.25  # more disturbs what the base answers by itself
-_RIDGE = 1e-3  # as a share of the mean square of the inputs
 
 
 @dataclass
@@ -85,7 +83,7 @@ def copy_outputs(hybrid: PreTrainedModel, base: PreTrainedModel, plan: Plan, pro
         followed = base.base_model.layers[entry["before"]]
         stream = torch.cat([input_of(base, followed, ids)[0] for ids in rows]).double()
         constant = constant_direction(F.rms_norm(stream, stream.shape[-1:], eps=base.config.layer_norm_epsilon)).float()
-        copies, values = (slice(*ends) for ends in pairwise((own.start, (own.start + own.stop) // 2, own.stop)))
+        copies, values = halves(own)
         before = _read(hybrid, block, rows[:1])[1:, copies].square().mean()
         _mark_the_first_token(gather.mixer, constant, value_channels(gather.mixer, len(graft.heads)))
         _write_values(gather.mixer, base, graft, heads, values)
@@ -117,14 +115,6 @@ def _heads(base: PreTrainedModel, grafts: Sequence[Graft], rows: Sequence[Tensor
 def _read(hybrid: PreTrainedModel, block: nn.Module, rows: Sequence[Tensor]) -> Tensor:
     """(N,D) the input of a block's projections."""
     return torch.cat([input_of(hybrid, block.mixer.v_proj, ids)[0] for ids in rows])
-
-
-def _ridge(inputs: Tensor, targets: Tensor) -> Tensor:
-    """(N,A) and (N,B) -> (A,B)."""
-    x, y = inputs.double(), targets.double()
-    gram = x.T @ x
-    gram += _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve(gram, x.T @ y).to(inputs.dtype)
 
 
 def _mark_the_first_token(mixer: nn.Module, constant: Tensor, values: slice) -> None:
@@ -178,7 +168,7 @@ def _fill_block(
     held = slice(side.start, side.stop - 1)
     mark = inputs[:, side.stop - 1].max()
     scale = math.sqrt(inputs.shape[1] / base.config.hidden_size)
-    values, P, dim = _ridge(inputs[:, held], heads.x), source.head_dim, attention.head_dim
+    values, P, dim = ridge(inputs[:, held], heads.x), source.head_dim, attention.head_dim
     v, k, q = (getattr(attention, name).weight for name in ("v_proj", "k_proj", "q_proj"))
     v.zero_()
     for number, (slot, head) in enumerate(zip(head_slots(len(graft.heads), attention), graft.heads, strict=True)):
@@ -189,7 +179,7 @@ def _fill_block(
         k[(key_slot + 1) * dim - 1, side.stop - 1] = dim**0.5 / mark
         opened = heads.factor[:, own] @ heads.at_query[own] / heads.at_query[own].square().sum()
         scores = _SINK - 2 * _SINK * opened.clamp(0, 1)
-        q[(slot + 1) * dim - 1] = _ridge(inputs, scores[:, None])[:, 0]
+        q[(slot + 1) * dim - 1] = ridge(inputs, scores[:, None])[:, 0]
         output = structure.out_proj(source).weight[:, structure.weight_slices(graft.site, head).out]
         attention.o_proj.weight[: len(output), slot * dim : slot * dim + P] = (
             output * heads.at_query[own] * scale * _SIZE

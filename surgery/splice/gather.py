@@ -22,7 +22,7 @@ from surgery.models.inserted import head_slots
 from surgery.splice.draw import Draw
 from surgery.types import Graft
 
-_RIDGE = 1e-3  # as a share of the mean square of the stream
+_RIDGE = 1e-3  # as a share of the mean square of the inputs
 _RANDOM_RMS = 0.1  # of what a layer that begins at 0 writes to side channels, as the block reads it at full size
 _GAIN = 2048  # copies are this much smaller than the stream, and the block's norm multiplies them by it
 _RANDOM_SHARE = 0.5  # size of the other channels of query and key beside the copies
@@ -108,10 +108,16 @@ def input_of(model: PreTrainedModel, module: nn.Module, ids: Tensor) -> Tensor:
 
 
 def constant_direction(normed: Tensor) -> Tensor:
-    """Find, by ridge regression, a vector whose product with a layer's normed input (N,D) is about 1 at every token."""
-    gram = normed.T @ normed / len(normed)
-    ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve(gram + ridge, normed.mean(0))
+    """Find a vector whose product with a layer's normed input (N,D) is about 1 at every token."""
+    return ridge(normed, normed.new_ones(len(normed), 1))[:, 0]
+
+
+def ridge(inputs: Tensor, targets: Tensor) -> Tensor:
+    """Regress targets (N,B) on inputs (N,A), in float64. Returns (A,B) in the dtype of the inputs."""
+    x, y = inputs.double(), targets.double()
+    gram = x.T @ x
+    gram += _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve(gram, x.T @ y).to(inputs.dtype)
 
 
 def _fill_delay_line(mixer: nn.Module, draw: Draw, constant: Tensor) -> None:

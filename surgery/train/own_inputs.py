@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from surgery.hybrid.modeling_hybrid import SplicedAttention
 from surgery.models.hooks import replaced_once
-from surgery.models.inserted import has_inserted, inserted_entries, new_modules
+from surgery.models.inserted import new_modules, pairs_of
 
 
 def reading_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -25,7 +25,7 @@ def reading_parameters(model: nn.Module) -> list[nn.Parameter]:
 
     Those of a Gather layer with side channels are among them. Without, it would write to what the base reads.
     """
-    gathers = set(_gathers(model))
+    gathers = _gathers(model)
     readers = [
         module
         for module in new_modules(model).values()
@@ -35,13 +35,9 @@ def reading_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for module in readers for name, p in module.named_parameters() if not apart.search(name)]
 
 
-def _gathers(model: nn.Module) -> list[nn.Module]:
+def _gathers(model: nn.Module) -> set[nn.Module]:
     """Gather layers whose side channels only the block above them reads."""
-    config = getattr(model, "config", None)
-    if not has_inserted(config):
-        return []
-    entries = inserted_entries(config)
-    return [model.get_submodule(f"model.layers.{entry['layers'][0]}") for entry in entries if "channels" in entry]
+    return {gather for gather, _, entry in pairs_of(model) if "channels" in entry}
 
 
 class OwnInputs:
@@ -58,7 +54,7 @@ class OwnInputs:
         blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and new & set(m.modules()))
         last = max(index for index, block in enumerate(blocks) if new & set(block.modules()))
         self._run, self._above = list(blocks[: last + 1]), list(blocks[last + 1 :])
-        self._gathers = set(_gathers(model))
+        self._gathers = _gathers(model)
         self._returns_tuple: dict[nn.Module, bool] = {}  # of blocks above, once they have run
         self._outputs: list[Tensor] = []  # of blocks with new heads, in the last pass
 

@@ -182,15 +182,6 @@ class ScoredHead:
     scores: Mapping[str, Interval]
     given: tuple[HeadId, ...] = ()
 
-    @property
-    def n(self) -> int:
-        """Number of prompts for which the model was changed at the head.
-
-        Columns of changed models have an accuracy beside the margin. Without any, all columns count.
-        """
-        changed = [interval for name, interval in self.scores.items() if f"{name}_accuracy" in self.scores]
-        return min((interval.n for interval in changed or self.scores.values()), default=0)
-
 
 @dataclass(frozen=True)
 class ScoredGroup:

@@ -92,7 +92,7 @@ class PromptBatches:
         with self.gathered() as records:
             for index in self._share(range(count)):
                 batch = self.batches[index]
-                records[index] = Record(index, plain(ranked(self.model, [batch])))
+                records[index] = Record(plain(ranked(self.model, [batch])))
                 self._passes_by_batch[index] = float(len(batch))
         return list(records.values())
 

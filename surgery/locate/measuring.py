@@ -36,18 +36,18 @@ def measure_heads(prompts: PromptBatches, specs: Sequence[MixerSpec], tick: Call
         for index, run in prompts.clean_runs():
             documents, other = prompts.documents(index), prompts.counterfactual(index)
             batch = LocateBatch(run, items, section, prompts.tokenizer, documents, other)
-            measured[index] = measure_batch(batch, index, tick)
+            measured[index] = measure_batch(batch, tick)
             del run, batch  # frees the activations before the next batch runs
     return Table(list(measured.values()))
 
 
-def measure_batch(batch: LocateBatch, index: int, tick: Callable[[], None]) -> Record:
+def measure_batch(batch: LocateBatch, tick: Callable[[], None]) -> Record:
     """Run every method of the recipe on one batch.
 
     `tick` is called after each column, or after each method that scores all heads at once.
     """
     run = batch.run
-    record = Record(index, plain(run.scores))
+    record = Record(plain(run.scores))
     shares = [1 - spec.layer / run.model.config.num_hidden_layers for spec in run.specs]
     for method in (METHODS[name] for name in batch.section.methods):
         with plugin_errors(f"locating method {method.name}", method):

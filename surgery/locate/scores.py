@@ -27,13 +27,11 @@ class Record:
     """Scores of one batch.
 
     Attributes:
-        index: index of the batch.
         clean: (3,B) margins of the clean model, 1 or 0 for right or wrong, and leads.
         columns: column -> (C,3,B), the same for the changed models.
         estimates: column -> (C,B), numbers in the column's own unit.
     """
 
-    index: int
     clean: Array
     columns: dict[str, Array] = field(default_factory=dict)
     estimates: dict[str, Array] = field(default_factory=dict)
@@ -54,7 +52,6 @@ class Table:
     """
 
     def __init__(self, records: Sequence[Record]) -> None:
-        records = sorted(records, key=lambda record: record.index)
         self.clean = np.concatenate([r.clean for r in records], -1)
         self.columns = {c: np.concatenate([r.columns[c] for r in records], -1) for c in records[0].columns}
         self.estimates = {c: np.concatenate([r.estimates[c] for r in records], -1) for c in records[0].estimates}

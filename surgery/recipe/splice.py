@@ -54,8 +54,8 @@ class Splice(Section):
     With `form: pair` also the head's values and how open its gate is, found on a few prompts of `locate`."""
     init: Annotated[str, NameOf(_BRANCHES)] = "ssm"
     """Attention branch. `ssm`: copy the head's C, B, x and gate. `teacher`: copy a Transformer's attention. `random`:
-    random weights, as a control. With `form: pair`, `ssm` copies C and B of the layer that follows into the Gather
-    layer."""
+    random weights, as a control, and the default of inserted layers with `output: zero`. With `form: pair`, `ssm`
+    copies C and B of the layer that follows into the Gather layer."""
     unit: Unit = "head"
     """`layer`: replace the whole mixer of each chosen head by the teacher's attention (Llamba)."""
     with_block: bool = False
@@ -93,11 +93,12 @@ class Splice(Section):
     def _defaults_by_form_and_init(cls, data: Any) -> Any:
         """Defaults that depend on other keys.
 
-        `form: block` and `pair` have `init: random` and no `min_width`, and `pair` has side channels. Of the other
-        branches, only `init: ssm` has a `min_width`.
+        `form: block` and `pair` have no `min_width` and, without a copied output, `init: random`; `pair` has side
+        channels. Of the other branches, only `init: ssm` has a `min_width`.
         """
         if isinstance(data, Mapping) and data.get("form") in ("block", "pair"):
-            data = {"init": "random", "min_width": None, **data}
+            copies = data["form"] == "pair" and data.get("output") == "copy"
+            data = {"init": "ssm" if copies else "random", "min_width": None, **data}
             if data["form"] == "pair" and data.get("side_channels") is None:
                 data["side_channels"] = SIDE_CHANNELS.get(str(data["init"]), 0)
         if isinstance(data, Mapping) and data.get("init", "ssm") != "ssm":

@@ -6,16 +6,19 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import yaml
 
 from surgery import __version__
+from surgery.errors import PlanError
 from surgery.models.lookup import family_of
-from surgery.recipe import check_recipe
+from surgery.recipe import Splice, check_recipe
 from surgery.recipe.optimizer import RATES, rates
 from surgery.recipe.public import public_name
 from surgery.report.text import duration_text, size_text
@@ -23,6 +26,7 @@ from surgery.run.dry_run import dry_run
 from surgery.run.machine import GIB
 from surgery.run.measuring import SMALL, Findings
 from surgery.run.probing import ADJACENT, EASY, FAR, HARD, Format, Say, two_digits
+from surgery.splice.insertion import check_inserts
 
 _AT_QUERY = ["query", "patching", "sharpen"]  # one decode step per head and column
 _MINUTES = {"locate": 5, "evaluate": 15}  # aimed at
@@ -67,9 +71,9 @@ def write_recipe(found: Findings, say: Say) -> str:
     draft = _Draft()
     draft.set("name", recipe_name(found.base.model))
     draft.set("seed", 0)
-    weights = size_text(found.parameters * (2 if found.is_large else 4))
-    shown = found.base.model_dump(mode="json", exclude_defaults=True)
-    draft.set("base", shown, f"{found.base.dtype}: {weights} of weights.")
+    dtype = found.base.dtype
+    size = size_text(found.parameters * getattr(torch, dtype).itemsize)
+    draft.set("base", found.base.model_dump(mode="json", exclude_defaults=True), f"{dtype}: {size} of weights.")
     _locate(draft, found)
     _splice(draft, found)
     _train(draft, found)
@@ -135,8 +139,7 @@ def _locate(draft: _Draft, found: Findings) -> None:
         del section["task"]
     batch_size = min(found.batch_size, 32)
     examples, methods, why = _prompts_to_locate(found)
-    for key, value in section.items():
-        draft.set(f"locate.{key}", value)
+    draft.data["locate"] = section
     draft.explain(("locate", next(iter(section))), _why_pairs(found))
     if methods:
         draft.set("locate.methods", methods)
@@ -184,7 +187,11 @@ def _splice(draft: _Draft, found: Findings) -> None:
     if found.share is not None and not found.is_small:
         why, count = f"{_SPREAD}: retrieval is spread over several heads.", min(8, found.heads)
     if count > 1:
-        draft.set("splice.output", "copy", "What a new head reads is what its SSM head would put out, from the start.")
+        why_copy = "What a new head reads is what its SSM head would put out, from the start."
+        with suppress(PlanError):  # of a base that takes no layers
+            check_inserts(found.config, Splice(form="pair", output="copy"), getattr(torch, found.base.dtype))
+            why_copy += " With splice.form=pair they are new layers, and the export is a stock Nemotron-H."
+        draft.set("splice.output", "copy", why_copy)
     draft.set("splice.num_heads", count, f"{why} Compare: surgery sweep THIS_FILE splice.num_heads=0,1,2,4,8")
 
 

@@ -168,12 +168,3 @@ def test_a_shape_that_no_mixer_has_is_refused() -> None:
                    {"layer": -1}, {"num_heads": True}, {"conv_kernel": None}, {"head_dim": 2.0}):  # fmt: skip
         with pytest.raises(ValueError):
             dataclasses.replace(mixers()[0], **change)
-
-
-def test_a_head_counts_the_prompts_for_which_the_model_was_changed() -> None:
-    """A column without an effect may be measured on fewer prompts, such as `retrieval_score`."""
-    interval = {n: Interval(0.0, 0.0, 0.0, n) for n in (8, 16)}
-    scores = {"query": interval[16], "query_accuracy": interval[16], "retrieval_score": interval[8]}
-    assert ScoredHead(HeadId(0, 1), "neither", None, scores).n == 16
-    assert ScoredHead(HeadId(0, 1), "neither", None, {"retrieval_score": interval[8]}).n == 8
-    assert ScoredHead(HeadId(0, 1), "neither", None, {}).n == 0

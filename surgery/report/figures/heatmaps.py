@@ -209,7 +209,7 @@ def _draw_legend(figure: Figure, layout: _Layout, left: float, top: float, width
     bar.ax.tick_params(labelsize=7.5, length=2, pad=2)
     bar.outline.set(linewidth=0.6, edgecolor="#bbbbbb")
     bar.ax.set_title("margin lost or gained, logits", size=8.5, loc="left", pad=4)
-    prompts = max(s.n for s in heads.heads)
+    prompts = max((score.n for s in heads.heads for score in s.scores.values()), default=0)
     clean = "".join(f", {name} {heads.clean[name].value:.2f}" for name in ("accuracy", "margin") if name in heads.clean)
     entries = (
         ("", "blue: margin lost by the change, or gained by the oracle read"),

@@ -54,7 +54,7 @@ def table_of(**columns: Any) -> Table:
             c: np.stack([np.broadcast_to(np.asarray(x, float), 16)[8 * index :][:8] for x in v])
             for c, v in columns.items()
         }
-        records.append(Record(index, np.ones((3, 8)), {c: np.stack([2 * r - 1, r, r], 1) for c, r in rows.items()}))
+        records.append(Record(np.ones((3, 8)), {c: np.stack([2 * r - 1, r, r], 1) for c, r in rows.items()}))
     return Table(records)
 
 
@@ -107,12 +107,12 @@ class TestRole:
         column = np.zeros((16, 3, 20))
         column[7, 2] = -lost
         for columns, role in ((("query",), "aggregate"), (("query", "context"), "neither")):
-            table = Table([Record(0, np.zeros((3, 20)), dict.fromkeys(columns, column))])
+            table = Table([Record(np.zeros((3, 20)), dict.fromkeys(columns, column))])
             assert roles_of(table, 16)[7] == role
 
     def test_a_small_share_of_the_lead_is_no_role(self) -> None:
         clean, small, large = (np.full((3, 20), lead) for lead in (10.0, 9.6, 9.4))
-        table = Table([Record(0, clean, {"query": np.stack([small, large])})])
+        table = Table([Record(clean, {"query": np.stack([small, large])})])
         assert roles_of(table, 2) == ["neither", "aggregate"]
 
     def test_what_was_not_measured_is_not_called(self) -> None:
@@ -121,7 +121,7 @@ class TestRole:
         assert roles_of(table, 3) == ["unmeasured", "gather", "neither"]
         assert roles_of(table_of(query=[0, 1, 1]), 3) == ["aggregate", "neither", "neither"]
         assert roles_of(table_of(ablation=[0, 0, 0]), 3) == ["unmeasured"] * 3
-        one = Table([Record(0, np.ones((3, 1)), {"query": np.array([0.0, 2.0])[:, None, None].repeat(3, 1)})])
+        one = Table([Record(np.ones((3, 1)), {"query": np.array([0.0, 2.0])[:, None, None].repeat(3, 1)})])
         assert roles_of(one, 2) == ["unmeasured"] * 2, "one prompt is no test"
 
     def test_the_better_column_is_read(self) -> None:

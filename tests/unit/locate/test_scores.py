@@ -1,4 +1,4 @@
-"""Batches in their order, and intervals over the prompts that each item has."""
+"""Signs of effects, and intervals over the prompts that each item has."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ from surgery.locate.scores import Record, Table, intervals, scores_of
 from surgery.stats import bootstrap_mean
 
 
-def record(index: int, margins: list[float]) -> Record:
+def record(margins: list[float]) -> Record:
     one = [1.0] * len(margins)
     column = np.array([[[m - 1.0 for m in margins], one, one], [[np.nan] * len(margins)] * 3])
     clean = np.array([margins, [float(m > 0) for m in margins], one])
-    return Record(index, clean, {"query": column, "segment_end": column}, {"attribution": column[:, 0]})
-
-
-def test_batches_are_put_in_order_whoever_measured_them() -> None:
-    table = Table([record(1, [3.0]), record(0, [1.0, -2.0])])
-    assert table.clean[:2].tolist() == [[1.0, -2.0, 3.0], [1.0, 0.0, 1.0]]
-    assert table.columns["query"][0, 0].tolist() == [0.0, -3.0, 2.0]
+    return Record(clean, {"query": column, "segment_end": column}, {"attribution": column[:, 0]})
 
 
 def test_losses_and_gains_have_their_signs() -> None:
-    scores = scores_of(Table([record(0, [1.0, -2.0]), record(1, [3.0])]), 0)
+    scores = scores_of(Table([record([1.0, -2.0]), record([3.0])]), 0)
     assert scores["query"][0].value == 1.0 and scores["segment_end"][0].value == -1.0
     assert scores["query_accuracy"][0].value == pytest.approx(-1 / 3)
     assert scores["attribution"][0].value == pytest.approx(-1 / 3)

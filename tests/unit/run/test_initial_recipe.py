@@ -136,6 +136,9 @@ def test_large_bases_train_new_heads_which_first_learn_to_read(monkeypatch: pyte
         assert recipe.train.num_all_steps == steps and not recipe.train.has_control
         assert [stage.trainable for stage in recipe.train.sequence] == ["reads", "new_heads"]
         assert recipe.splice is not None and (recipe.splice.num_heads, recipe.splice.output) == (8, "copy")
+        assert "splice.form=pair" in text
+        pair = check_recipe(load_yaml(text) | {"splice": {**load_yaml(text)["splice"], "form": "pair"}})
+        assert pair.splice is not None and pair.splice.init == "ssm"
         assert "Memory: about 1.0 GiB" in " ".join(text.replace("#", "").split())
 
 

@@ -12,6 +12,7 @@ from surgery.data.generated import GeneratedStream
 from surgery.data.offsets import tokenized
 from surgery.data.user import open_source
 from surgery.recipe import Source
+from tests.support.own_data import write
 from tests.support.pico import pico_base, pico_tokenizer
 
 
@@ -44,6 +45,6 @@ def test_before_the_base_has_written_texts_of_as_many_tokens_stand_for_them() ->
 def test_once_it_has_they_are_read_whole(tmp_path: Path) -> None:
     source = Source.model_validate({"base_text": 2, "rows": 2, "max_tokens": 3, "weights": {"base_kl": 1.0}})
     rows = ["one two three four five", "six seven eight nine ten"]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    documents = open_source(source, pico_tokenizer(), 0, 0, texts=tmp_path / "texts.jsonl").step(0)
+    texts = write(tmp_path / "texts.jsonl", [{"text": row} for row in rows])
+    documents = open_source(source, pico_tokenizer(), 0, 0, texts=texts).step(0)
     assert sorted(document.text for document in documents) == rows

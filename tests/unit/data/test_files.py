@@ -20,11 +20,6 @@ from surgery.recipe import Data
 from tests.support.own_data import END, TOKENIZER, fake_hub, numbered, opened, stored, texts, write
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def test_every_format_holds_the_same_rows(tmp_path: Path) -> None:
     rows = numbered(7)
     lines = write(tmp_path / "a.jsonl", rows)

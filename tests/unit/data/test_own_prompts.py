@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,30 @@ from surgery.data.own_prompts import own_batches, own_prompts
 from surgery.data.ranking import ranked
 from surgery.errors import DataError
 from surgery.recipe import Data
+from tests.support.own_data import write
 from tests.support.pico import pico_base, pico_tokenizer
 
 ROWS = [{"prompt": f"a:{n}\nb:{n + 1}\nThe value of b is", "answer": str(n + 1)} for n in range(20, 60, 2)]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Data:
-    file = path / "own.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Data(path=str(file), columns={"answer_span": "auto"})
+def written(folder: Path, rows: list[dict[str, Any]]) -> Data:
+    return Data(path=str(write(folder / "own.jsonl", rows)), columns={"answer_span": "auto"})
 
 
 def test_rows_without_a_place_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     unplaced = [{"prompt": "a:1\nThe value of b is", "answer": "77"}, {"prompt": "The value is 77", "answer": "77"}]
-    data = write(tmp_path, [*ROWS, *unplaced, {"prompt": "a:1\n", "answer": ""}])
+    data = written(tmp_path, [*ROWS, *unplaced, {"prompt": "a:1\n", "answer": ""}])
     with caplog.at_level(logging.WARNING):
         assert len(own_prompts(data.model_copy(update={"on_bad_row": "skip"}), pico_tokenizer(), 500)) == len(ROWS)
     assert f"2 of {len(ROWS) + 2} rows" in caplog.text and "1 rows cannot be used and are skipped" in caplog.text
     with pytest.raises(DataError, match="no row has the place of its answer"):
-        own_prompts(write(tmp_path, [{"prompt": "a:1\nThe value of b is", "answer": "77"}]), pico_tokenizer(), 5)
+        own_prompts(written(tmp_path, [{"prompt": "a:1\nThe value of b is", "answer": "77"}]), pico_tokenizer(), 5)
 
 
 def test_an_answer_competes_with_its_prompt_and_the_other_answers(tmp_path: Path) -> None:
     tokenizer = pico_tokenizer()
     model = pico_base(vocab_size=len(tokenizer)).eval()
-    documents = own_prompts(write(tmp_path, ROWS), tokenizer, 500)
+    documents = own_prompts(written(tmp_path, ROWS), tokenizer, 500)
     batches = own_batches(documents, tokenizer, 8)
     assert [document for chunk, _ in batches for document in chunk] == documents
     answers = {int(t) for _, batch in batches for t in batch.target[:, 0]}
@@ -59,7 +57,7 @@ def test_in_prompts_of_one_line_both_gold_positions_are_before_the_query(tmp_pat
     tokenizer = pico_tokenizer()
     for end in ("", "\n", "\n\n"):
         rows = [{"prompt": f"a is {n}; b is {n + 1}; b is:{end}", "answer": str(n + 1)} for n in range(20, 40)]
-        ((_, batch),) = own_batches(own_prompts(write(tmp_path, rows), tokenizer, 20), tokenizer, 20)
+        ((_, batch),) = own_batches(own_prompts(written(tmp_path, rows), tokenizer, 20), tokenizer, 20)
         assert bool((batch.answer_token >= 0).all()) and bool((batch.answer_token <= batch.segment_end).all())
         assert bool((batch.segment_end < batch.query).all())
 
@@ -71,7 +69,8 @@ def test_a_space_before_the_answer_is_not_what_the_base_is_asked_for(tmp_path: P
     rows = [{**row, "answer": f" {row['answer']}"} for row in ROWS]
     moved = [{"prompt": f"{row['prompt']} ", "answer": row["answer"]} for row in ROWS]
     batches = [
-        own_batches(own_prompts(write(tmp_path, found), tokenizer, 500), tokenizer, 32)[0][1] for found in (rows, moved)
+        own_batches(own_prompts(written(tmp_path, found), tokenizer, 500), tokenizer, 32)[0][1]
+        for found in (rows, moved)
     ]
     for name in ("input_ids", "query", "target", "answer_token", "segment_end", "choice_ids"):
         assert torch.equal(getattr(batches[0], name), getattr(batches[1], name)), name

@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from pydantic import ValidationError
 from tokenizers.processors import TemplateProcessing
@@ -21,11 +20,6 @@ from surgery.evaluate.evaluation import held_out_documents
 from surgery.probes.documents import Document, rng_of
 from surgery.recipe import Data, Recipe, Source, Train
 from tests.support.own_data import END, TOKENIZER, numbered, opened, source, stored, texts, write
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def length(document: Document) -> int:

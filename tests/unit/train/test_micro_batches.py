@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from surgery.train.micro_batches import MicroBatch, StepSplit, log_missing_reads
 from surgery.train.targets import Targets, logits_at
 from surgery.types import Graft
 from tests.support import training_worker as worker
+from tests.support.own_data import write
 from tests.support.pico import pico_base, pico_hybrid, pico_site, pico_tokenizer
 
 
@@ -157,8 +157,7 @@ def found_in_prompts(tmp_path: Path, prompts: list[str], span: str | None = "aut
     rows = [{"prompt": prompt, "answer": "7", "answer_span": [2, 3]} for prompt in prompts]
     for row in rows if span == "auto" else ():
         del row["answer_span"]
-    path = tmp_path / f"{span}{len(prompts)}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write(tmp_path / f"{span}{len(prompts)}.jsonl", rows)
     data = {"path": str(path), "columns": {"answer_span": span}}
     given = {"data": data, "rows": len(prompts), "weights": {"answer": 1.0, "attention": 1.0}}
     source = Source.model_validate(given)

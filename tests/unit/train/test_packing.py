@@ -5,7 +5,6 @@ Kernels are stand-ins in plain torch (`tests/support/kernels.py`), in both steps
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from surgery.train.trainer import StageTrainer
 from tests.support.battery import base as base_of
 from tests.support.battery import trained
 from tests.support.kernels import with_kernels
+from tests.support.own_data import write
 from tests.support.pico import pico_base, pico_family, pico_tokenizer, tokens
 from tests.support.rounding import assert_close_in_ulps
 from tests.support.training_worker import record_gradients
@@ -49,8 +49,7 @@ def own(folder: Path, weights: dict[str, float], text: bool = False, **more: Any
         cut = question.answer[0]
         row = {"prompt": document.text[:cut], "answer": document.text[slice(*question.answer)], "span": question.value}
         rows.append({"text": document.text} if text else row)
-    path = folder / f"{'text' if text else 'rows'}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write(folder / f"{'text' if text else 'rows'}.jsonl", rows)
     columns = {"text": "text"} if text else {"answer_span": "span"}
     return {"data": {"path": str(path), "columns": columns}, "rows": len(rows), "weights": weights, **more}
 

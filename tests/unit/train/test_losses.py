@@ -29,6 +29,12 @@ from tests.support.samples import sample, several_questions
 V = 1024
 Tokenizer = Callable[[], PreTrainedTokenizerFast]
 TOKENIZERS: tuple[Tokenizer, ...] = (pico_tokenizer, digit_tokenizer)  # values of one token, and of several
+FIELDS = {
+    "attention": "attention",
+    "attention_kl": "attention",
+    "attention_mse": "full_attention",
+    "hidden_mse": "hidden_states",
+}
 READS: list[tuple[Reads, ...]] = [("segment_end", "answer_token"), ("answer_token",)]
 
 
@@ -62,41 +68,17 @@ def streams(batch: EncodedBatch, seed: int) -> list[Tensor]:
     return [torch.randn(*batch.input_ids.shape, 8, generator=rng) for _ in range(3)]
 
 
-def loss_of(
-    name: str, batch: EncodedBatch, model: Outputs, other: Any = None, distil: Any = None, reads: Any = ()
-) -> Any:
-    other = other or Outputs()
+def loss_of(name: str, batch: EncodedBatch, mine: Any, theirs: Any = None, distil: Any = None, reads: Any = ()) -> Any:
+    """Of an objective that compares these outputs, which are its only ones."""
+    field = FIELDS.get(name, "logits")
+    model, other = Outputs(**{field: mine}), Outputs() if theirs is None else Outputs(**{field: theirs})
     return OBJECTIVES[name].loss(ObjectiveInputs(batch, model, other, other, distil or Distil(), reads))
 
 
-def answer_loss(logits: Tensor, batch: EncodedBatch) -> Any:
-    return loss_of("answer", batch, Outputs(logits))
-
-
-def lm_loss(logits: Tensor, batch: EncodedBatch) -> Any:
-    return loss_of("lm", batch, Outputs(logits))
-
-
 def divergence_loss(logits: Tensor, target: Any, batch: EncodedBatch, settings: Distil) -> Any:
-    of_base, of_teacher = (loss_of(x, batch, Outputs(logits), Outputs(target), settings) for x in ("base_kl", "distil"))
+    of_base, of_teacher = (loss_of(name, batch, logits, target, settings) for name in ("base_kl", "distil"))
     assert of_base == of_teacher
     return of_base
-
-
-def attention_loss(rows: list[Tensor], reads: list[tuple[Reads, ...]], batch: EncodedBatch) -> Any:
-    return loss_of("attention", batch, Outputs(attention=rows), reads=reads)
-
-
-def attention_kl_loss(rows: list[Tensor], theirs: list[Tensor], batch: EncodedBatch) -> Any:
-    return loss_of("attention_kl", batch, Outputs(attention=rows), Outputs(attention=theirs))
-
-
-def attention_mse_loss(rows: list[Tensor], theirs: list[Tensor], batch: EncodedBatch) -> Any:
-    return loss_of("attention_mse", batch, Outputs(full_attention=rows), Outputs(full_attention=theirs))
-
-
-def hidden_loss(states: list[Tensor], theirs: list[Tensor], batch: EncodedBatch) -> Any:
-    return loss_of("hidden_mse", batch, Outputs(hidden_states=states), Outputs(hidden_states=theirs))
 
 
 def count(name: str, batch: EncodedBatch) -> int:
@@ -120,9 +102,9 @@ def naive_next_token(logits: Tensor, batch: EncodedBatch, included: Tensor) -> l
 def test_next_token_losses() -> None:
     for batch in sides():
         logits = logits_for(batch)
-        for loss, name, included in ((answer_loss, "answer", batch.answers), (lm_loss, "lm", batch.attention_mask)):
+        for name, included in (("answer", batch.answers), ("lm", batch.attention_mask)):
             expected = naive_next_token(logits, batch, included)
-            assert float(loss(logits, batch)) == pytest.approx(sum(expected), rel=1e-5), name
+            assert float(loss_of(name, batch, logits)) == pytest.approx(sum(expected), rel=1e-5), name
             assert count(name, batch) == len(expected), name
 
 
@@ -130,7 +112,7 @@ def test_the_gradient_reaches_the_tokens_before_answers_alone_and_keeps_few_logi
     batch = batch_of()
     logits = logits_for(batch).requires_grad_()
     with saved_bytes() as saved:
-        loss = answer_loss(logits, batch)
+        loss = loss_of("answer", batch, logits)
     assert saved.total < 0.2 * logits.nbytes
     (gradient,) = torch.autograd.grad(loss, logits)
     assert torch.equal((gradient.abs().sum(-1) > 0)[:, :-1], batch.answers[:, 1:]) and not gradient[:, -1].any()
@@ -141,8 +123,8 @@ def test_padding_and_what_nothing_precedes_do_not_count() -> None:
         logits, base = logits_for(batch), logits_for(batch, 1)
         spoiled = torch.where(batch.attention_mask[..., None].bool(), logits, torch.full_like(logits, 50.0).cumsum(-1))
         assert (spoiled != logits).any()
-        assert answer_loss(spoiled, batch) == answer_loss(logits, batch)
-        assert lm_loss(spoiled, batch) == lm_loss(logits, batch)
+        for name in ("answer", "lm"):
+            assert loss_of(name, batch, spoiled) == loss_of(name, batch, logits)
         for settings in (Distil(), Distil(top_k=3)):
             loss = divergence_loss(logits, base, batch, settings)
             assert divergence_loss(spoiled, base, batch, settings) == loss
@@ -150,7 +132,7 @@ def test_padding_and_what_nothing_precedes_do_not_count() -> None:
         for b in range(len(batch)):  # on the first real token of a row nothing predicts it
             first.answers[b, int(batch.attention_mask[b].nonzero()[0])] = True
         assert count("answer", first) == count("answer", batch)
-        assert answer_loss(logits, first) == answer_loss(logits, batch)
+        assert loss_of("answer", first, logits) == loss_of("answer", batch, logits)
 
 
 def test_the_divergence_is_that_of_every_real_token() -> None:
@@ -179,10 +161,10 @@ def test_attention_loss_is_the_logarithm_of_the_mass_on_gold() -> None:
                 gold = getattr(batch, f"read_{read}")
                 asked = (batch.read_query >= 0).nonzero().tolist()
                 heads.append(sum(-math.log(layer[b, h, r, int(gold[b, r])]) for b, r in asked))
-        assert float(attention_loss(mine, READS, batch)) == pytest.approx(mean(heads), rel=1e-5)
+        assert float(loss_of("attention", batch, mine, reads=READS)) == pytest.approx(mean(heads), rel=1e-5)
         assert count("attention", batch) == len(asked)
     with pytest.raises(ValueError, match="zip"):
-        attention_loss([*mine, mine[0]], READS, batch)
+        loss_of("attention", batch, [*mine, mine[0]], reads=READS)
 
 
 def on_gold(batch: EncodedBatch, gold_BR: Tensor, share: float) -> Tensor:
@@ -200,15 +182,15 @@ def test_which_reads_count() -> None:
     spoiled = on_gold(batch, batch.read_segment_end, 0.5)
     spoiled[0, :, 0] = 1e-3
     assert count("attention", cut) == count("attention", batch) - 1
-    loss = float(attention_loss([spoiled], [("segment_end",)], cut))
+    loss = float(loss_of("attention", cut, [spoiled], reads=[("segment_end",)]))
     assert loss == pytest.approx(count("attention", cut) * math.log(2), rel=1e-5)
     first = dataclasses.replace(batch, read_segment_end=batch.read_segment_end.clone())
     first.read_segment_end[0, 0] = 0
     mine = on_gold(first, first.read_segment_end, 0.5)
     mine[0, 0, 0, 0] = 0.25
-    loss = float(attention_loss([mine], [("segment_end",)], first))
+    loss = float(loss_of("attention", first, [mine], reads=[("segment_end",)]))
     assert loss == pytest.approx((count("attention", batch) + 1) * math.log(2), rel=1e-5)
-    none = float(attention_loss([on_gold(batch, batch.read_segment_end, 0.0)], [("segment_end",)], batch))
+    none = float(loss_of("attention", batch, [on_gold(batch, batch.read_segment_end, 0.0)], reads=[("segment_end",)]))
     assert math.isfinite(none)
 
 
@@ -221,7 +203,10 @@ def test_attention_far_from_gold_has_the_gradient_of_the_logarithm(gap: float) -
     a = scores.softmax(-1)
     assert float((a * gold).detach().sum(-1).max()) < 1e-9
     included = (batch.read_query >= 0)[:, None, :, None]
-    for loss in (attention_loss([a], [("answer_token",)], batch), attention_kl_loss([a], [gold], batch)):
+    for loss in (
+        loss_of("attention", batch, [a], reads=[("answer_token",)]),
+        loss_of("attention_kl", batch, [a], [gold]),
+    ):
         (gradient,) = torch.autograd.grad(loss, scores, retain_graph=True)
         torch.testing.assert_close(gradient, (a.detach() - gold) * included, atol=1e-7, rtol=1e-4)
 
@@ -232,7 +217,7 @@ def test_attention_kl_loss_is_the_divergence_of_the_reads_rows() -> None:
         batch = batch_of(tokenizer=tokenizer)
         asked = (batch.read_query >= 0).nonzero().tolist()
         scores, theirs = [x.requires_grad_() for x in rows(batch, 0)], [x.softmax(-1) for x in rows(batch, 1)]
-        loss = attention_kl_loss([x.softmax(-1) for x in scores], theirs, batch)
+        loss = loss_of("attention_kl", batch, [x.softmax(-1) for x in scores], theirs)
         heads = [
             sum(float(F.kl_div(a[d, h, q].log_softmax(-1), b[d, h, q], reduction="sum")) for d, q in asked)
             for a, b in zip(scores, theirs, strict=True)
@@ -256,21 +241,22 @@ def test_distances_of_matrices_and_streams() -> None:
                 heads.append(
                     sum(float(squares[d, t, at[: i + 1]].sum()) for d, at in enumerate(real) for i, t in enumerate(at))
                 )
-        loss = attention_mse_loss(matrices(batch, 0), matrices(batch, 1), batch)
+        loss = loss_of("attention_mse", batch, matrices(batch, 0), matrices(batch, 1))
         assert float(loss) == pytest.approx(mean(heads), rel=1e-5)
         layers = [
             sum(float((a[d, t] - b[d, t]).double().norm()) for d, at in enumerate(real) for t in at)
             for a, b in zip(streams(batch, 0), streams(batch, 1), strict=True)
         ]
-        assert float(hidden_loss(streams(batch, 0), streams(batch, 1), batch)) == pytest.approx(mean(layers), rel=1e-5)
+        loss = loss_of("hidden_mse", batch, streams(batch, 0), streams(batch, 1))
+        assert float(loss) == pytest.approx(mean(layers), rel=1e-5)
         assert count("attention_mse", batch) == count("hidden_mse", batch) == sum(map(len, real))
 
 
 def test_where_student_and_teacher_agree_the_gradient_is_zero_and_finite() -> None:
     batch = batch_of()
-    for loss, made in ((attention_mse_loss, matrices), (hidden_loss, streams)):
+    for name, made in (("attention_mse", matrices), ("hidden_mse", streams)):
         mine = [x.requires_grad_() for x in made(batch, 0)]
-        found = loss(mine, [x.detach().clone() for x in mine], batch)
+        found = loss_of(name, batch, mine, [x.detach().clone() for x in mine])
         assert float(found.detach()) == 0 and all(bool((g == 0).all()) for g in torch.autograd.grad(found, mine))
 
 
@@ -278,9 +264,9 @@ def test_a_batch_without_terms_has_no_loss_which_still_depends_on_the_model() ->
     batch = encode(sample("sentence", 2), pico_tokenizer())
     logits, scores = logits_for(batch), rows(batch, 0)
     for leaves, loss in (
-        ([logits], lambda: answer_loss(logits, batch)),
-        (scores, lambda: attention_loss([x.softmax(-1) for x in scores], READS, batch)),
-        (scores, lambda: attention_kl_loss([x.softmax(-1) for x in scores], rows(batch, 1), batch)),
+        ([logits], lambda: loss_of("answer", batch, logits)),
+        (scores, lambda: loss_of("attention", batch, [x.softmax(-1) for x in scores], reads=READS)),
+        (scores, lambda: loss_of("attention_kl", batch, [x.softmax(-1) for x in scores], rows(batch, 1))),
     ):
         for leaf in leaves:
             leaf.requires_grad_()

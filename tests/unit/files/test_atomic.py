@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from safetensors import SafetensorError
 
 from surgery.errors import RunError
-from surgery.files import atomic as rundir
+from surgery.files import atomic
 from surgery.files.atomic import digest, new_folder, read_json, sweep, write_json, write_text
 from surgery.files.lock import hold
 from surgery.files.ownership import MARK, Kind, check_apart, check_replaceable, kind_of, mark, remove
@@ -41,7 +43,7 @@ def raise_killed(*_: Any, **__: Any) -> None:
 @each("step", ["fsync", "replace"])
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     write_text(tmp_path / "x", "old")
-    monkeypatch.setattr(rundir.os, step, raise_killed)
+    monkeypatch.setattr(os, step, raise_killed)
     with pytest.raises(Killed):
         write_text(tmp_path / "x", "new")
     monkeypatch.undo()
@@ -56,9 +58,9 @@ def test_json_refuses_what_is_no_number(tmp_path: Path, value: float) -> None:
     assert names(tmp_path) == []
 
 
-def fill(path: Path, text: str, name: str = "f") -> None:
+def fill(path: Path, text: str) -> None:
     with new_folder(path) as folder:
-        (folder / name).write_text(text)
+        (folder / "f").write_text(text)
 
 
 FULL = (
@@ -97,7 +99,7 @@ def test_what_fails_between_the_renames_leaves_the_old_folder_and_nothing_else(
             raise error
         real(source, target)
 
-    monkeypatch.setattr(rundir.os, "rename", rename)
+    monkeypatch.setattr(os, "rename", rename)
     with pytest.raises((RunError, KeyboardInterrupt)):
         fill(tmp_path / "out", "2")
     assert names(tmp_path) == ["out", "out/f"] and (tmp_path / "out" / "f").read_text() == "1"
@@ -107,20 +109,17 @@ def test_a_kill_at_any_step_leaves_one_of_the_two_folders_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`sweep` restores the old one where the kill came between the two renames, and leaves nothing else."""
-    steps = [(rundir.os, name, n) for name in ("mkdir", "rename", "fsync", "rmdir", "unlink") for n in range(3)]
-    for number, (module, name, at) in enumerate(steps):
-        folder, real, calls = tmp_path / str(number), getattr(module, name), [0]
+    for name, at in product(("mkdir", "rename", "fsync", "rmdir", "unlink"), range(3)):
+        folder, steps = tmp_path / f"{name}{at}", iter([getattr(os, name)] * at)
         fill(folder / ".v1.2-beta", "1")
 
-        def killed(*given: Any, _at: int = at, _real: Any = real, _calls: list[int] = calls, **named: Any) -> Any:
-            _calls[0] += 1
-            if _calls[0] > _at:  # a killed process tidies nothing
-                raise Killed
-            return _real(*given, **named)
+        def killed(*given: Any, _steps: Iterator[Any] = steps, **named: Any) -> Any:
+            return next(_steps, raise_killed)(*given, **named)
 
-        with pytest.MonkeyPatch.context() as patch, suppress(Killed):
-            patch.setattr(module, name, killed)
-            patch.setattr(rundir, "_discard", rundir._discard if name in ("rmdir", "unlink") else raise_killed)
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr(os, name, killed)
+            if name not in ("rmdir", "unlink"):  # a killed process tidies nothing
+                patch.setattr(atomic, "_discard", raise_killed)
             fill(folder / ".v1.2-beta", "2")
         sweep(folder)
         assert names(folder) == [".v1.2-beta", ".v1.2-beta/f"], name
@@ -160,22 +159,20 @@ def test_nothing_is_written_through_a_link_that_this_toolkit_did_not_make(tmp_pa
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     with hold(tmp_path / "run"):
-        for name in ("figures", "file", "nothing"):
-            (tmp_path / "disk" / name).symlink_to(tmp_path / "dear" / {"file": "deep/a"}.get(name, name))
-        (tmp_path / "disk" / "figures").unlink()
-        (tmp_path / "disk" / "figures").symlink_to(tmp_path / "dear")
+        for name, target in (("figures", ""), ("file", "deep/a"), ("nothing", "nothing")):
+            (tmp_path / "disk" / name).symlink_to(tmp_path / "dear" / target)
         for write in (
             lambda: write_text(tmp_path / "run" / "figures" / "a", "x"),
             lambda: fill(tmp_path / "run" / "figures" / "deep", "x"),
             lambda: sweep(tmp_path / "run" / "figures"),
-            lambda: os.close(rundir.open_regular(tmp_path / "run" / "file", os.O_WRONLY | os.O_CREAT)),
-            lambda: os.close(rundir.open_regular(tmp_path / "run" / "nothing", os.O_WRONLY | os.O_CREAT)),
+            lambda: os.close(atomic.open_regular(tmp_path / "run" / "file", os.O_WRONLY | os.O_CREAT)),
+            lambda: os.close(atomic.open_regular(tmp_path / "run" / "nothing", os.O_WRONLY | os.O_CREAT)),
         ):
             with pytest.raises(RunError, match=r"run/\w+.*: a symbolic link"):
                 write()
         fill(tmp_path / "run" / "figures", "new")
         write_text(tmp_path / "run" / "file", "new")
-        rundir.delete(tmp_path / "run" / "nothing")
+        atomic.delete(tmp_path / "run" / "nothing")
     assert names(tmp_path / "dear") == ["deep", "deep/a"] and (tmp_path / "dear/deep/a").read_text() == "mine"
     assert names(tmp_path / "disk") == ["figures", "figures/f", "file"]
 
@@ -186,9 +183,9 @@ def test_a_pipe_a_device_or_a_second_name_is_one_line_and_no_wait(tmp_path: Path
     os.link(tmp_path / "dear", tmp_path / "linked")
     for name, flags in (("pipe", os.O_RDONLY), ("pipe", os.O_RDWR), ("linked", os.O_RDWR), ("", os.O_RDONLY)):
         with pytest.raises(RunError, match="Remove it, or replace it with a copy"):
-            rundir.open_regular(tmp_path / name, flags)
+            atomic.open_regular(tmp_path / name, flags)
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        assert rundir.text_or_empty(path) == "" and rundir.read_mapping(path) == {}
+        assert atomic.text_or_empty(path) == "" and atomic.read_mapping(path) == {}
         with pytest.raises(RunError, match="not a regular file"):
             read_json(path)
     assert read_json(tmp_path / "linked") == {}
@@ -346,8 +343,8 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
         rename(source, target)
 
     fill(tmp_path / "out", "1")
-    monkeypatch.setattr(rundir.os, "fsync", synced)
-    monkeypatch.setattr(rundir.os, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
     with new_folder(tmp_path / "out") as folder:
         write = folder / "deep" / "f"
         write.parent.mkdir()

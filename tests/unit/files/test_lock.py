@@ -48,6 +48,11 @@ def entries(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def refuses(folder: Path, says: str, field: str = "folder") -> None:
+    with pytest.raises(RunError, match=says), hold(folder, field):
+        pytest.fail("it is held")
+
+
 def test_a_folder_is_held_and_released_without_a_trace(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     with hold(folder):
@@ -63,12 +68,11 @@ def test_a_folder_that_is_held_is_refused_in_another_process_and_in_this_one(tmp
     (tmp_path / "link").symlink_to(tmp_path / "a")
     with other(tmp_path / "a") as process:
         for name in ("a", "link"):
-            with pytest.raises(RunError, match=rf"Process {process.pid} on .*\.a\.lock"), hold(tmp_path / name):
-                pass
+            refuses(tmp_path / name, rf"Process {process.pid} on .*\.a\.lock")
         with hold(tmp_path / "b"):
             pass
-    with hold(tmp_path / "a"), pytest.raises(RunError, match=f"Process {os.getpid()}"), hold(tmp_path / "a"):
-        pass
+    with hold(tmp_path / "a"):
+        refuses(tmp_path / "a", f"Process {os.getpid()}")
     assert entries(tmp_path) == ["a", "link"]
 
 
@@ -88,8 +92,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_and_its_leftovers_are_swept(
 def test_the_lock_of_another_machine_is_respected_until_its_file_is_deleted(tmp_path: Path) -> None:
     file = tmp_path / ".a.lock"
     file.write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
-    with pytest.raises(RunError, match=f"Process 1 on elsewhere .* delete {file}"), hold(tmp_path / "a"):
-        pass
+    refuses(tmp_path / "a", f"Process 1 on elsewhere .* delete {file}")
     assert json.loads(file.read_text())["host"] == "elsewhere"
     file.unlink()
     with hold(tmp_path / "a"):
@@ -113,8 +116,7 @@ def test_a_lock_that_this_toolkit_did_not_write_is_left_alone(tmp_path: Path) ->
     ):
         make()
         before = os.lstat(lock)
-        with pytest.raises(RunError, match=r"\.a\.lock"), hold(tmp_path / "a"):
-            pass
+        refuses(tmp_path / "a", r"\.a\.lock")
         assert os.path.samestat(before, os.lstat(lock)) and before.st_size == os.lstat(lock).st_size, number
         assert entries(tmp_path) == [".a.lock", "dear"] and dear.read_text() == "{}"
         lock.rmdir() if lock.is_dir() and not lock.is_symlink() else lock.unlink()
@@ -131,8 +133,7 @@ def test_a_folder_that_may_not_be_written_is_named_with_what_to_set(
         with pytest.raises(RunError, match=r"^FOLDER: .*/a\. .*Set a folder that"), hold(tmp_path / "a", "FOLDER"):
             raise OSError(error, os.strerror(error), str(tmp_path / "a" / "x"))
         monkeypatch.setattr(lock, "open_regular", lambda *_, e=error: (_ for _ in ()).throw(OSError(e, os.strerror(e))))
-        with pytest.raises(RunError, match=r"^FOLDER: .*/a\. .*Set a folder that"), hold(tmp_path / "a", "FOLDER"):
-            pass
+        refuses(tmp_path / "a", r"^FOLDER: .*/a\. .*Set a folder that", "FOLDER")
         monkeypatch.undo()
 
 
@@ -166,8 +167,8 @@ def test_on_a_file_system_without_locks_a_holder_that_is_alive_counts(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(lock.fcntl, "flock", unsupported)
-    with hold(tmp_path / "a"), pytest.raises(RunError, match=str(os.getpid())), hold(tmp_path / "a"):
-        pass
+    with hold(tmp_path / "a"):
+        refuses(tmp_path / "a", str(os.getpid()))
     gone = FORK.Process(target=lambda: None)
     gone.start()
     gone.join()

@@ -143,6 +143,7 @@ def test_a_span_that_does_not_hold_the_answer_is_refused() -> None:
             assert document.questions[0].value is not None
             assert document.text[document.questions[0].value[0] :].startswith("5678")
     assert "`at` is missing" in refusal(row, span="at")
+    assert "the span [0, 3)" in refusal({**row, "answer_span": [0, 3]}, span="auto")
 
 
 def test_a_chat_that_is_none_is_refused() -> None:

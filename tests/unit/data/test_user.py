@@ -152,9 +152,6 @@ def test_an_answer_that_occurs_once_is_its_span(tmp_path: Path, streaming: bool)
         path = stored(tmp_path / f"marked_{name}", rows)
         named, auto = (opened(path, columns={"answer_span": c}, streaming=streaming) for c in ("answer_span", "auto"))
         assert [named.step(i) for i in range(4)] == [auto.step(i) for i in range(4)]
-        bad = stored(tmp_path / f"bad_{name}", [*rows, {**FOX, "answer_span": [0, 3]}])
-        with pytest.raises(DataError, match=r"the span .* but the answer is ' 345'"):
-            open_source(searched(bad, streaming=streaming), TOKENIZER, 0, 0)
 
 
 def counted(*sources: Source) -> dict[str, dict[str, int]]:

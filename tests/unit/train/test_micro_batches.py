@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,17 +102,15 @@ def test_sources_share_passes() -> None:
         assert sorted(part.sources for part in parts) == sorted(passes), options
 
 
-def losses_and_gradients(parts: list[MicroBatch], sources: list[Source]) -> tuple[dict[str, float], list[Any]]:
+def losses_and_gradients(parts: list[MicroBatch], sources: list[Source]) -> tuple[Counter[str], list[Any]]:
     model, base = (pico_base(seed, vocab_size=1024, layers=2) for seed in (0, 1))
-    counts, losses = step_counts(sources, parts, False, Accelerator(cpu=True)), dict[str, float]()
+    counts, losses = step_counts(sources, parts, False, Accelerator(cpu=True)), Counter[str]()
     for part in parts:
         given = {index: sources[index] for index in part.sources}
         with torch_scans(model, base):
             found = Targets(base=base).weighted_losses(model, given, part.batch, counts, 0.25)
             torch.stack(list(found.values())).sum().backward()
-        losses = {name: losses.get(name, 0.0) + float(loss.detach()) for name, loss in found.items()} | {
-            name: loss for name, loss in losses.items() if name not in found
-        }
+        losses.update({name: float(loss.detach()) for name, loss in found.items()})
     return losses, [p.grad for p in model.parameters() if p.grad is not None]
 
 

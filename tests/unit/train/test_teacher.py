@@ -9,8 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Lowercase
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from surgery.data.encoding import EncodedBatch, encode
 from surgery.errors import RecipeError
@@ -81,25 +80,19 @@ def test_tokenizers_that_differ_in_more_than_padding_are_refused() -> None:
 
 def test_layer_outputs_are_what_the_blocks_put_out() -> None:
     """The last one is what the head reads. Families list them in two ways."""
-    for name in FAMILY_NAMES:
-        check_layer_outputs(pico_family(name), name)
-    check_layer_outputs(pico_hybrid([pico_site(1)]), "a hybrid")
-
-
-def check_layer_outputs(model: PreTrainedModel, name: str) -> None:
-    count, spec = model.config.num_hidden_layers, family_of(model.config).mixers(model.config)[0]
-    seen: dict[int, Tensor] = {}
-
-    def keep(layer: int, output: Any) -> None:
-        seen[layer] = output[0] if isinstance(output, tuple) else output
-
-    for i in range(count - 1):
-        block_of(model, i, spec).register_forward_hook(lambda module, args, output, i=i: keep(i, output))
-    model.get_output_embeddings().register_forward_pre_hook(lambda module, args: keep(count - 1, args[0]))
-    with torch.no_grad():
-        output = model(tokens(2, 9), use_cache=False, output_hidden_states=True)
-    found = layer_outputs(model.config, output.hidden_states, range(count))
-    assert len(seen) == count and all(torch.equal(found[layer], seen[layer]) for layer in range(count)), name
+    for model in (*map(pico_family, FAMILY_NAMES), pico_hybrid([pico_site(1)])):
+        count, spec = model.config.num_hidden_layers, family_of(model.config).mixers(model.config)[0]
+        seen = list[Any]()
+        for i in range(count - 1):
+            block_of(model, i, spec).register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
+        model.get_output_embeddings().register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args))
+        with torch.no_grad():
+            output = model(tokens(2, 9), use_cache=False, output_hidden_states=True)
+        found = layer_outputs(model.config, output.hidden_states, range(count))
+        expected = [output[0] if isinstance(output, tuple) else output for output in seen]
+        assert len(expected) == count and all(torch.equal(found[i], expected[i]) for i in range(count)), (
+            model.config.model_type
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt_neox"])

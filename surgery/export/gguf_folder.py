@@ -97,21 +97,21 @@ def compare_with_files(folder: Path) -> dict[str, Any]:
     """Compare model.gguf with config, tokenizer and weights. Returns `also_checked` (sentences) and `pre_tokenizer`."""
     from gguf import GGUFReader
 
+    config = read_object(folder, "config.json")
     with reading(FILE, None, AGAIN):
         reader = GGUFReader(folder / FILE)
         fields = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        _check_fields(folder, fields)
-        _check_vocabulary(folder, fields)
-        _check_tensors(folder, tensors)
+        _check_fields(config, fields)
+        _check_vocabulary(folder, config, fields)
+        _check_tensors(folder, config, tensors)
     name, count = fields["tokenizer.ggml.pre"], len(fields["tokenizer.ggml.tokens"])
     sentence = f"{FILE}: {len(tensors)} tensors and {count} tokens equal the model's, the pre-tokenizer is {name}"
     return {"also_checked": [sentence], "pre_tokenizer": name}
 
 
-def _check_fields(folder: Path, fields: Mapping[str, Any]) -> None:
+def _check_fields(config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Compare the shapes."""
-    config = read_object(folder, "config.json")
     pattern = config["hybrid_override_pattern"]
     architecture = "nemotron_h_moe" if "E" in pattern else "nemotron_h"
     widths = {"-": "intermediate_size", "E": "moe_intermediate_size"}
@@ -140,9 +140,9 @@ def _check_fields(folder: Path, fields: Mapping[str, Any]) -> None:
             raise ModelError(FILE, f"{name} is {fields.get(name)}", f"config.json needs {value}. {AGAIN}")
 
 
-def _check_vocabulary(folder: Path, fields: Mapping[str, Any]) -> None:
+def _check_vocabulary(folder: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Compare tokens, merges and the ids of special tokens with tokenizer.json."""
-    config, tokenizer = read_object(folder, "config.json"), read_object(folder, "tokenizer.json")
+    tokenizer = read_object(folder, "tokenizer.json")
     tokens, vocabulary = fields["tokenizer.ggml.tokens"], tokenizer["model"]["vocab"]
     if len(tokens) != config["vocab_size"]:
         value = f"it has {len(tokens)} tokens, but the tensors have {config['vocab_size']}"
@@ -171,11 +171,10 @@ def _check_vocabulary(folder: Path, fields: Mapping[str, Any]) -> None:
         raise ModelError(FILE, "its merges differ", f"They differ from those of tokenizer.json. {AGAIN}")
 
 
-def _check_tensors(folder: Path, tensors: Mapping[str, Any]) -> None:
+def _check_tensors(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
     """Compare every tensor."""
     from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
 
-    config = read_object(folder, "config.json")
     pattern = config["hybrid_override_pattern"]
     architecture = getattr(MODEL_ARCH, "NEMOTRON_H_MOE" if "E" in pattern else "NEMOTRON_H", None)
     if architecture is None:

@@ -66,9 +66,7 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
     # An exception of a plugin names its format. One of this library is a bug to report.
     name, is_plugin = f"format {export_format.name}", plugin_of(export_format) is not None
     with reading(name, None, AGAIN) if is_plugin else nullcontext():
-        stated = export_format.read_plan(folder, trust_remote_code)
-    report["agree"], absent = check_documents(folder, stated)
-    with reading(name, None, AGAIN) if is_plugin else nullcontext():
+        report["agree"], absent = check_documents(folder, export_format.read_plan(folder, trust_remote_code))
         checked = export_format.verify(folder, trust_remote_code)
     return {**report, **checked, "not_checked": [*not_checked, *absent, *checked.get("not_checked", ())]}
 
@@ -103,7 +101,6 @@ def check_publishable(
         ModelError: the folder does not verify, or holds another file, also a hidden one.
         SurgeryError: a text has a token or a local path. Weights, figures and vocabularies are not searched.
     """
-    folder = Path(folder)
     before = sha256_of(folder / RECORD) if (folder / RECORD).is_file() else None
     report = verify_folder(folder, trust_remote_code, plugins)
     for sentence in report["not_checked"]:

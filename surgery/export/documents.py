@@ -23,7 +23,7 @@ def check_documents(folder: Path, stated: tuple[str, Plan] | None) -> tuple[list
     Raises:
         ModelError: names the file that has another splice, and the difference.
     """
-    agree, absent = [stated[0]] if stated else list[str](), list[str]()
+    agree = [stated[0]] if stated else list[str]()
     plan = stated[1] if stated else None
     try:
         if (folder / "plan.json").is_file():
@@ -32,22 +32,24 @@ def check_documents(folder: Path, stated: tuple[str, Plan] | None) -> tuple[list
                 plan = plan or written
                 _check_plan(written, plan)
             agree.append("plan.json")
-        if plan is not None and (folder / "heads.json").is_file():
+        if plan is None:
+            return [], ["plan.json: not in the folder, so heads.json and README.md were not compared"]
+        if (folder / "heads.json").is_file():
             with reading("heads.json", None, AGAIN):
                 _check_heads(folder, plan)
             agree.append("heads.json")
     except PlanError as error:
         raise ModelError(error.field, str(error.value), error.hint) from None
-    absent += [f"{name}: not in the folder" for name in ("plan.json", "heads.json") if name not in agree]
+    absent = [f"{name}: not in the folder" for name in ("plan.json", "heads.json") if name not in agree]
     card = folder / "README.md"
     with reading("README.md", None, AGAIN):
         rows = _rows_in(card.read_text(encoding="utf-8")) if card.is_file() else []
-    if rows and plan is not None:
-        found, expected = _compared(rows), _compared(card_rows(plan))
-        if found != expected:
-            raise ModelError("README.md", f"its table has {found}", f"The splice has {expected}.")
-        return [*agree, "README.md"], absent
-    return agree, [*absent, "README.md: no table of spliced heads"]
+    if not rows:
+        return agree, [*absent, "README.md: no table of spliced heads"]
+    found, expected = _compared(rows), _compared(card_rows(plan))
+    if found != expected:
+        raise ModelError("README.md", f"its table has {found}", f"The splice has {expected}.")
+    return [*agree, "README.md"], absent
 
 
 def _check_plan(written: Plan, plan: Plan) -> None:

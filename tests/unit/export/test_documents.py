@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from surgery.export.documents import _check_heads
+from surgery.export.documents import check_documents
 from surgery.files.atomic import write_json
 from surgery.recipe import Splice
 from surgery.splice.plan import make_plan
@@ -20,4 +20,6 @@ def test_a_block_reads_a_position_of_its_own(tmp_path: Path) -> None:
     plan = make_plan(heads, config, Splice.model_validate({"form": "block"}))
     write_json(tmp_path / "heads.json", to_json(heads))
     assert plan.grafts[0].reads == ("answer_token",)
-    _check_heads(tmp_path, plan)
+    assert check_documents(tmp_path, ("config.json", plan))[0] == ["config.json", "heads.json"]
+    agree, absent = check_documents(tmp_path, None)
+    assert agree == [] and absent == ["plan.json: not in the folder, so heads.json and README.md were not compared"]

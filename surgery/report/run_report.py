@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from surgery.files.atomic import write_text
 from surgery.recipe import Recipe, to_yaml
 from surgery.recipe.methods import UNRANKED, gloss_of
 from surgery.recipe.public import public_name, public_recipe
@@ -24,7 +22,7 @@ from surgery.report.results import (
     rows_of,
     steps_text,
 )
-from surgery.report.templates import embedded_svg, render
+from surgery.report.templates import embedded_svg, write_html
 from surgery.report.text import duration_text, visible
 from surgery.report.verdict import tiles_of, verdict_of
 from surgery.types import HeadSet, Plan
@@ -67,7 +65,6 @@ def write_report(
     alt = "Attention of {} on one prompt, before and after training"
     values = {
         "name": recipe.name,
-        "style": files("surgery.report").joinpath("run_page.css").read_text(encoding="utf-8"),
         **_operation(recipe, plan, heads, results),
         "train_time": seconds.get("train"),
         "arms": arms,
@@ -93,8 +90,7 @@ def write_report(
         "recipe": to_yaml(public_recipe(recipe), defaults=False),
         "all_settings": to_yaml(public_recipe(recipe)),
     }
-    write_text(path, render("surgery.report", "run_report.html.j2", values))
-    return path
+    return write_html(path, "run_report.html.j2", values)
 
 
 def _operation(recipe: Recipe, plan: Plan, heads: HeadSet | None, results: Mapping[str, Any]) -> _Values:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from surgery.files.atomic import write_text
 from surgery.probes.registry import PROBES
 from surgery.recipe.grid import NUM_HEADS, SEED, has_seeds, label_of_values, text_of
 from surgery.report.results import Place, entries, label_of, perplexity_text
-from surgery.report.templates import embedded_svg, render
+from surgery.report.templates import embedded_svg, write_html
 from surgery.stats import wilson
 
 Estimate = dict[str, float]  # value, low, high
@@ -216,7 +214,6 @@ def write_sweep_page(summary: Mapping[str, Any], figures: Path, path: Path) -> P
     values = {
         "name": summary["name"],
         "keys": list(summary["keys"]),
-        "style": files("surgery.report").joinpath("run_page.css").read_text(encoding="utf-8"),
         "summary": {"columns": columns, "rows": rows},
         "caption": caption_of(summary),
         "image": embedded_svg(figures / "sweep.svg", "Results by value"),
@@ -238,5 +235,4 @@ def write_sweep_page(summary: Mapping[str, Any], figures: Path, path: Path) -> P
         ],
         "diverged": [[name, error] for name, error in summary["diverged"].items()],
     }
-    write_text(path, render("surgery.report", "sweep.html.j2", values))
-    return path
+    return write_html(path, "sweep.html.j2", values)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from surgery.files.atomic import write_text
 
 
 def render(package: str, name: str, values: Mapping[str, Any]) -> str:
@@ -24,6 +27,13 @@ def render(package: str, name: str, values: Mapping[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     return environment.get_template(name).render(values)
+
+
+def write_html(path: Path, name: str, values: Mapping[str, Any]) -> Path:
+    """Render a template of this package with the style of its pages, and write it to `path`."""
+    style = files("surgery.report").joinpath("run_page.css").read_text(encoding="utf-8")
+    write_text(path, render("surgery.report", name, {**values, "style": style}))
+    return path
 
 
 def embedded_svg(path: Path, alt: str) -> dict[str, str] | None:

@@ -1,27 +1,24 @@
 """Write a HeadSet as an interactive page (`locate.html`) and as a table (`heads.csv`).
 
-The page is a single file with the data inside, made from `page.html`, `page.css`, `page_reading.js` and `page.js` of
-this folder. Its content security policy forbids network requests. Text of tokens is inserted as text, never as markup.
+The page is a single file with the data inside. Its content security policy forbids network requests. Text of
+tokens is inserted as text, never as markup.
 
 Shape legend: T tokens of a prompt.
 """
 
 from __future__ import annotations
 
-import html
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from surgery.files.atomic import write_text
 from surgery.recipe.methods import RANKINGS, UNRANKED, Column, all_columns, unit_of
+from surgery.report.templates import asset, write_html
 from surgery.report.text import write_rows
 from surgery.types import HeadSet, Interval, PromptAttention, ScoredHead
 
@@ -34,19 +31,9 @@ def write_page(heads: HeadSet, prompts: Sequence[PromptAttention], path: Path) -
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":  # nothing in the data can end the element that holds it
         text = text.replace(sign, f"\\u{ord(sign):04x}")
-    page, css, *scripts = (
-        files("surgery.report").joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.html", "page.css", "page_reading.js", "page.js")
-    )
-    parts = {
-        "TITLE": html.escape(f"Retrieval scores of every head: {heads.model}"),
-        "CSS": css,
-        "JS": "".join(scripts),
-        "DATA": text,
-    }
-    # One pass: inserted text is never searched for names.
-    write_text(path, re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], page))
-    return path
+    script = asset("page_reading.js") + asset("page.js")
+    values = {"title": f"Retrieval scores of every head: {heads.model}", "script": script, "data": text}
+    return write_html(path, "locate.html.j2", values, "page.css")
 
 
 def heads_table(heads: HeadSet) -> tuple[list[str], list[list[Any]]]:

@@ -29,11 +29,15 @@ def render(package: str, name: str, values: Mapping[str, Any]) -> str:
     return environment.get_template(name).render(values)
 
 
-def write_html(path: Path, name: str, values: Mapping[str, Any]) -> Path:
-    """Render a template of this package with the style of its pages, and write it to `path`."""
-    style = files("surgery.report").joinpath("run_page.css").read_text(encoding="utf-8")
-    write_text(path, render("surgery.report", name, {**values, "style": style}))
+def write_html(path: Path, name: str, values: Mapping[str, Any], style: str = "run_page.css") -> Path:
+    """Render a template of this package with the style in a file of it, and write it to `path`."""
+    write_text(path, render("surgery.report", name, {**values, "style": asset(style)}))
     return path
+
+
+def asset(file: str) -> str:
+    """Text of a file of this package."""
+    return files("surgery.report").joinpath(file).read_text(encoding="utf-8")
 
 
 def embedded_svg(path: Path, alt: str) -> dict[str, str] | None:

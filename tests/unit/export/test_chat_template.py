@@ -12,13 +12,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from surgery.errors import RecipeError
-from surgery.export import transformers_folder
 from surgery.export.chat_template import template_revision, with_chat_template
 from surgery.export.folder import export_model
 from surgery.export.verify import verify_folder
 from surgery.models.loading import load_tokenizer
 from surgery.recipe import Base, Export
-from tests.support.exports import in_this_process
 from tests.support.pico import pico_hybrid, pico_site, pico_tokenizer
 
 BASES_OWN = (
@@ -30,11 +28,6 @@ CHAT = [
     {"role": "assistant", "content": " blue."},
     {"role": "user", "content": "The colour of grass is"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
 
 
 def exported(folder: Path, tokenizer: Any, template: str | None = None) -> Any:

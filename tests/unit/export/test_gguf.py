@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from surgery.errors import ModelError, RecipeError
 from surgery.export import pre_tokenizers as pre_tokenizers_of_llama_cpp
 from surgery.export import reload as reloading
-from surgery.export import transformers_folder
 from surgery.export.folder import export_model
 from surgery.export.gguf_converter import SCRIPT, find_converter, pre_tokenizer_of
 from surgery.export.gguf_folder import FILE, compare_with_files
@@ -28,7 +27,7 @@ from surgery.models.lookup import family_of, geometry_of
 from surgery.recipe import Export
 from surgery.splice.insertion import insert_layers
 from surgery.types import Graft, Plan
-from tests.support.exports import edit, in_this_process, list_again, refusal
+from tests.support.exports import edit, list_again, refusal
 from tests.support.pico import pico_base, pico_family, pico_tokenizer, randomise
 from tests.support.processes import ROOT, Reloads, stock
 
@@ -57,18 +56,11 @@ def forked_converters() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers_folder, "reload", in_this_process)
-        model, plan = hybrid()
-        folder = tmp_path_factory.mktemp("gguf") / "export"
-        export_model(model, pico_tokenizer(), folder, SECTION, plan=plan)
-        yield folder
-
-
-@pytest.fixture
-def copy(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "copy"))
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, plan = hybrid()
+    folder = tmp_path_factory.mktemp("gguf") / "export"
+    export_model(model, pico_tokenizer(), folder, SECTION, plan=plan)
+    return folder
 
 
 def test_an_export_holds_a_gguf_file_that_equals_the_model(whole: Path) -> None:
@@ -103,11 +95,8 @@ MOE = {
         ),
     ],
 )
-def test_layers_of_a_nemotron_h(
-    kind: str, config: dict[str, Any], names: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_a_nemotron_h(kind: str, config: dict[str, Any], names: dict[str, str], tmp_path: Path) -> None:
     """MLPs, experts, and attention whose heads share keys."""
-    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
     kinds = ["linear_attention", kind, "full_attention", "linear_attention"]
     model, plan = hybrid(pico_family("nemotron_h", vocab_size=1024, layers_block_type=kinds, **config))
     folder = tmp_path / "export"
@@ -185,8 +174,7 @@ def test_other_tensors_vocabularies_and_special_tokens_are_found(whole: Path, co
             shutil.copy(whole / file, copy)
 
 
-def test_a_copy_without_it_or_with_a_damaged_one_does_not_verify(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
+def test_a_copy_without_it_or_with_a_damaged_one_does_not_verify(copy: Path) -> None:
     data = (copy / FILE).read_bytes()
     (copy / "other.gguf").write_bytes(data)
     assert "other.gguf" in refusal(copy)
@@ -199,9 +187,8 @@ def test_a_copy_without_it_or_with_a_damaged_one_does_not_verify(copy: Path, mon
     assert refusal(copy).startswith(f"{FILE}: missing")
 
 
-def test_code_and_what_names_it_are_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_and_what_names_it_are_refused(copy: Path) -> None:
     """Such an export holds none, and would run it where it is loaded with trust."""
-    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
     for name, text in (
         ("custom_generate/generate.py", "def generate(model): ..."),
         ("processor_config.json", '{"auto_map": {"AutoProcessor": "generate.A"}}'),

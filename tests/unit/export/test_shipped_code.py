@@ -8,23 +8,20 @@ import pytest
 
 import surgery.hybrid
 from surgery.errors import ModelError
-from surgery.export import transformers_folder
 from surgery.export.folder import export_model
 from surgery.export.shipped_code import _check_keys, check_code, private_copy
 from tests.support.battery import every_spliced, trained
-from tests.support.exports import in_this_process
 from tests.support.pico import pico_tokenizer
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 
 
 @every_spliced
-def test_what_is_written_is_what_is_expected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_is_what_is_expected(name: str, tmp_path: Path) -> None:
     """In every family `auto_map` and the modules are those that are computed; one more is refused.
 
     The private copy stays as it was checked, whatever the folder holds by then.
     """
-    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
     model, folder = trained(name), tmp_path / "export"
     export_model(model, pico_tokenizer(), folder)
     with private_copy(folder) as copy:

@@ -1,6 +1,4 @@
-"""What `verify` finds in a folder. The clean process is stood in for by a load in this one, which runs no shipped code;
-tests/integration/test_export.py has the real one.
-"""
+"""What `verify` finds in a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +25,9 @@ from tests.support.exports import edit, in_this_process, list_again, refusal, wr
 from tests.support.pico import pico_tokenizer
 
 
-@pytest.fixture(autouse=True)
-def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_folder, "reload", in_this_process)
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers_folder, "reload", in_this_process)
-        yield written(tmp_path_factory.mktemp("verify") / "export")
-
-
-@pytest.fixture
-def copy(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "copy"))
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("verify") / "export")
 
 
 class TestWhole:

@@ -56,12 +56,3 @@ def test_a_task_is_hidden_if_every_arm_is_at_chance() -> None:
         found = rows_of({"hybrid": {place: {**base, **hybrid}}, "base": {place: base}}, {"pairs": "kv_retrieval"})
         assert [row[0] for row in found.shown][:1] == ([] if is_hidden else [(place,)]), (place, hybrid)
         assert found.at_chance == ([label_of((place,), {})] if is_hidden else [])
-
-
-def test_a_second_score_is_hidden_if_it_is_that_of_its_row_in_every_arm() -> None:
-    def arm(accuracy: float, generated: float) -> dict[str, Any]:
-        return {"mqar": {"8": {"accuracy": accuracy, "generated": {"accuracy": generated}}}}
-
-    assert rows_of({"hybrid": arm(0.5, 0.5), "base": arm(0.4, 0.4)}, {}).repeats == 1
-    found = rows_of({"hybrid": arm(0.5, 0.5), "base": arm(0.4, 0.3)}, {})
-    assert found.repeats == 0 and [place for place, _ in found.shown] == [("mqar", "8"), ("mqar", "8", "generated")]

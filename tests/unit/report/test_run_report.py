@@ -79,6 +79,7 @@ def test_contents_and_files_lead_somewhere(tmp_path: Path) -> None:
 
 
 def test_hidden_rows_are_counted_or_named(tmp_path: Path) -> None:
+    """A second score is hidden if it is that of its row in every arm."""
     given = inputs(tmp_path / "figures")
     for number, summary in enumerate(given["results"]["arms"].values()):
         for pairs, extra in (("8", 0.0), ("64", 0.001 * number)):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from surgery.report.sweep_report import accuracy_by_group, group_of, point_of, summarize, table_of, write_sweep_page
+from surgery.report.sweep_report import group_of, point_of, summarize, table_of, write_sweep_page
 from surgery.stats import wilson
 
 
@@ -47,15 +48,6 @@ def test_groups_follow_the_registered_probes() -> None:
         (("far_pairs", "8"), "retrieval"),
     ):
         assert group_of(place, {"far_facts": "closed_book", "far_pairs": "kv_retrieval"}) == group, place
-
-
-def test_accuracies_are_over_all_prompts_of_a_group() -> None:
-    rows = {**share(3, 4), "first_token": share(4, 4), "loss": {"nats": 0.5, "tokens": 9}}
-    found = accuracy_by_group({**arm(60), "held_out": {"mine": rows}}, {})
-    expected = {"retrieval": wilson(70, 150), "knowledge": wilson(90, 100), "held_out": wilson(3, 4)}
-    assert {group: (r["value"], r["low"], r["high"], r["n"]) for group, r in found.items()} == {
-        group: (r.value, r.low, r.high, r.n) for group, r in expected.items()
-    }
 
 
 def test_one_row_for_each_value_with_the_control_for_no_heads() -> None:
@@ -106,11 +98,13 @@ def test_the_page_has_table_figure_tasks_and_runs(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_number_and_diverged_runs_are_listed(tmp_path: Path) -> None:
-    rows = {**share(3, 4), "loss": {"nats": 0.512, "tokens": 9}}
+    rows = {**share(3, 4), "first_token": share(4, 4), "loss": {"nats": 0.512, "tokens": 9}}
     hybrid = {**arm(50), "held_out": {"data/mine.jsonl": rows}, "lm_eval": {"piqa": {"acc,none": 0.625, "n": 8}}}
     points = [point({"seed": s}, 50, arms={"hybrid": hybrid}) for s in (0, 1)]
     summary = summarize("tiny", {"seed": [0, 1]}, points, {"tiny-lr-1.0": "loss is NaN"})
-    assert "held-out rows" in table_of(summary)[0]
+    columns, (first, _) = table_of(summary)
+    assert [cell[:5] for cell in first[1:4]] == ["0.400", "0.900", "0.750"] and columns[3] == "held-out rows"
+    assert summary["points"][0]["accuracy"]["held_out"] == asdict(wilson(3, 4))
     text = write_sweep_page(summary, tmp_path, tmp_path / "sweep.html").read_text()
     assert "data/mine.jsonl, held-out rows, loss in nats per answer token" in text and "0.512" in text
     assert "piqa (lm-eval), acc" in text and "0.625" in text

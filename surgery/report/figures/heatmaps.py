@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -31,6 +32,7 @@ _EFFECTS = {"loss": "Margin lost when the head is removed or patched", "gain": "
 _PER_ROW = 3
 _LEFT, _TOP, _GAP_Y = 0.6, 1.4, 1.2  # inches; `_GAP_Y` has room for ticks, row heading and panel titles
 _LEGEND_HEIGHT = 2.65
+_SMALL: Mapping[str, Any] = {"size": 5.5, "weight": "bold"}  # letters of roles, names in cells
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _write_numbers(axes: Axes, layout: _Layout, values_LH: NDArray[np.float64], 
         ink = "white" if abs(value) > 0.6 * limit else INK
         number = f"{round(float(value), digits) + 0.0:.{digits}f}".replace("-", "−")
         axes.text(place, row, number, size=7, color=ink, ha="center", va="center")
-        small = {"size": 5.5, "weight": "bold", "color": ink}
+        small = {**_SMALL, "color": ink}
         if scored.role in _LETTERS:
             axes.text(place - 0.42, row - 0.42, _LETTERS[scored.role], va="top", **small)
         if scored.head in chosen:
@@ -186,16 +188,8 @@ def _write_names(axes: Axes, layout: _Layout) -> None:
         halo = [withStroke(linewidth=1.6, foreground="white")]
         for s in layout.heads.heads:
             if s.role in _LETTERS:
-                axes.text(
-                    s.head.head,
-                    layout.rows[s.head.mixer],
-                    _LETTERS[s.role],
-                    size=5.5,
-                    weight="bold",
-                    ha="center",
-                    va="center",
-                    path_effects=halo,
-                )
+                place = (s.head.head, layout.rows[s.head.mixer])
+                axes.text(*place, _LETTERS[s.role], ha="center", va="center", path_effects=halo, **_SMALL)
     ends = [(str(s.head), s.head.head, layout.rows[s.head.mixer], INK) for s in layout.heads.chosen]
     label_ends(axes, ends, gap=0.14 / (len(layout.rows) * layout.cell[1]))
 

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from surgery.hybrid import LlambaConfig, LlambaForCausalLM
-from tests.support.pico import HEADS, HIDDEN, pico_family_config, randomise
+from tests.support.pico import HEADS, HIDDEN, pico_family, pico_family_config
 
 HEAD_DIM = HIDDEN // HEADS
 Weights = dict[str, Tensor]
 
 
-def llamba_config(n_qk_heads: int = 2, ssm: dict[str, Any] | None = None, **more: Any) -> LlambaConfig:
-    """`pico_family_config("llamba")` with a head of its own; `ssm` changes single fields of `ssm_cfg`."""
+def _fields(n_qk_heads: int = 2, ssm: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """A head of its own; `ssm` changes single fields of `ssm_cfg`."""
     ssm_cfg = {**pico_family_config("llamba").ssm_cfg, "n_qk_heads": n_qk_heads, **(ssm or {})}
-    return pico_family_config("llamba", **{"ssm_cfg": ssm_cfg, "tie_embeddings": False, **more})
+    return {"ssm_cfg": ssm_cfg, "tie_embeddings": False, **more}
 
 
-def llamba(seed: int = 0, **config: Any) -> LlambaForCausalLM:
-    """Random weights, in eval mode."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlambaForCausalLM(llamba_config(**config))
-    return randomise(model, seed).eval()
+def llamba_config(**config: Any) -> LlambaConfig:
+    return pico_family_config("llamba", **_fields(**config))
+
+
+def llamba(**config: Any) -> LlambaForCausalLM:
+    return pico_family("llamba", **_fields(**config))
 
 
 def loop_logits(model: LlambaForCausalLM, ids: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from surgery.hybrid.modeling_mamba2attn import Mamba2AttnConfig, Mamba2AttnForCausalLM
-from tests.support.pico import PAD, VOCAB, randomise
+from tests.support.pico import pico_family
 
 # Names of the cases: `attn_cfg` beside `num_heads`, and whether there are MLPs.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -18,11 +17,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def attn_model(case: str = "rotary", splice: Any = None, **more: Any) -> Mamba2AttnForCausalLM:
+def attn_model(case: str = "rotary", **more: Any) -> Any:
     """4 layers: attention, Mamba-2, attention, Mamba-2."""
     own, width = CASES[case]
-    shape = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8}
-    ids = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
     attention = {"attn_layer_idx": [0, 2], "attn_cfg": {"num_heads": 4, **own}, "d_intermediate": width}
-    config = Mamba2AttnConfig(**{**shape, **ids, **attention, "num_hidden_layers": 4, **more}, splice=splice)
-    return randomise(Mamba2AttnForCausalLM(config), 0).eval()
+    return pico_family("mamba2attn", **{"n_groups": 2, **attention, **more})

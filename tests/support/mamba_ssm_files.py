@@ -13,24 +13,23 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from tests.support.pico import randomise
+from tests.support.pico import pico_family, randomise
 
 Kind = Literal["bin", "legacy bin", "sharded bin", "safetensors"]
 KINDS: tuple[Kind, ...] = ("bin", "legacy bin", "sharded bin", "safetensors")
 VOCAB, PADDED = 61, 64
 
 
-def tiny(layer: str, tied: bool = True, **fields: Any) -> PreTrainedModel:
-    """A random Mamba-1 or Mamba-2 whose vocabulary of 61 is padded to 64; `fields` are transformers'."""
+def tiny(layer: str, tied: bool = True) -> PreTrainedModel:
+    """A random Mamba-1 or Mamba-2 whose vocabulary of 61 is padded to 64."""
     none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    common = {"vocab_size": PADDED, "hidden_size": 32, "num_hidden_layers": 2, "tie_word_embeddings": tied, **none}
-    if layer == "Mamba1":
-        config = MambaConfig(**{**common, "state_size": 4, **fields})
+    common = {"vocab_size": PADDED, "num_hidden_layers": 2, "tie_word_embeddings": tied, **none}
+    if layer == "Mamba1":  # `pico_family` has other channels in a head than the format
+        config = MambaConfig(**common, hidden_size=32, state_size=4)
         return randomise(MambaForCausalLM(config), seed=0).eval()
-    shape = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8}
-    return randomise(Mamba2ForCausalLM(Mamba2Config(**{**common, **shape, **fields})), seed=0).eval()
+    return pico_family("mamba2", **common)
 
 
 def config_of(model: PreTrainedModel) -> dict[str, Any]:

@@ -50,15 +50,18 @@ VOCAB = 61
 HEADS, HEAD_DIM, HIDDEN, STATE = 4, 16, 32, 8
 
 
-def _fields(n_groups: int, layers: int, vocab_size: int, **more: Any) -> dict[str, Any]:
-    shape = {"hidden_size": HIDDEN, "num_heads": HEADS, "head_dim": HEAD_DIM, "state_size": STATE, "chunk_size": 8}
-    tokens = {"vocab_size": vocab_size, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
-    return dict(shape | tokens, n_groups=n_groups, num_hidden_layers=layers, **more)
+_TOKENS = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
+_MAMBA2 = {"num_heads": HEADS, "head_dim": HEAD_DIM, "state_size": STATE, "chunk_size": 8}
 
 
-def pico_config(n_groups: int = 1, layers: int = 3, vocab_size: int = VOCAB, **more: Any) -> Mamba2Config:
+def _fields(n_groups: int = 1, layers: int = 3, **more: Any) -> dict[str, Any]:
+    shape = {"hidden_size": HIDDEN, "n_groups": n_groups, "num_hidden_layers": layers}
+    return _TOKENS | _MAMBA2 | shape | more
+
+
+def pico_config(**config: Any) -> Mamba2Config:
     """Config of a tiny Mamba-2. Short prompts cross its chunks of 8 tokens; it has no end token to stop generation."""
-    return Mamba2Config(**_fields(n_groups, layers, vocab_size, **more))
+    return Mamba2Config(**_fields(**config))
 
 
 def pico_base(seed: int = 0, **config: Any) -> Mamba2ForCausalLM:
@@ -86,23 +89,15 @@ def random_site(layer: int, heads: Sequence[int] = (2,), mode: Literal["add", "r
     return {**pico_site(layer, heads, mode, 24, HEAD_DIM, activation=None, gate=False), "init": "random"}
 
 
-def pico_hybrid(
-    splice: list[dict[str, Any]],
-    seed: int = 0,
-    n_groups: int = 1,
-    layers: int = 3,
-    vocab_size: int = VOCAB,
-    **more: Any,
-) -> Mamba2HybridForCausalLM:
+def pico_hybrid(splice: list[dict[str, Any]], seed: int = 0, **config: Any) -> Mamba2HybridForCausalLM:
     """`pico_base` of the same seed with spliced sites.
 
     Args:
         splice: entries of `config.splice`, from `pico_site` or `random_site`.
     """
-    config = Mamba2HybridConfig(**_fields(n_groups, layers, vocab_size, **more), splice=splice)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Mamba2HybridForCausalLM(config)
+        model = Mamba2HybridForCausalLM(Mamba2HybridConfig(**_fields(**config), splice=splice))
     return randomise(model, seed).eval()
 
 
@@ -114,12 +109,10 @@ def randomise(model: PreTrainedModel, seed: int, keep: str | None = None) -> Any
             continue
         rng = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         last = name.rsplit(".", 1)[-1]
-        if last == "dt_bias":
+        if last == "dt_bias" or name.endswith("dt_proj.bias"):
             value = torch.empty(p.shape).uniform_(-3, 0, generator=rng)
         elif last == "A_log":
             value = torch.empty(p.shape).uniform_(-2, 1, generator=rng)
-        elif name.endswith("dt_proj.bias"):
-            value = torch.empty(p.shape).uniform_(-3, 0, generator=rng)
         elif "norm" in name or last in ("scale", "D"):
             value = torch.empty(p.shape).uniform_(0.5, 1.5, generator=rng)
         elif "embed" in name or p.ndim == 1:
@@ -130,7 +123,6 @@ def randomise(model: PreTrainedModel, seed: int, keep: str | None = None) -> Any
     return model
 
 
-_TOKENS = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 _BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 _MAMBA1 = {"state_size": 4, "num_hidden_layers": 3, "channels_per_head": 16, "time_step_rank": 3}
@@ -140,10 +132,9 @@ _BAMBA_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 # Config class and fields of a tiny model, by family. The fields include what is special in a family: groups, shared
 # blocks, multipliers, adapters, layers without a mixer.
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "mamba2": (Mamba2Config, {"num_heads": 4, "head_dim": 16, "state_size": 8, "chunk_size": 8, "n_groups": 2,
-                              "num_hidden_layers": 3}),
-    "mamba2attn": (Mamba2AttnConfig, {"num_heads": 4, "head_dim": 16, "state_size": 8, "chunk_size": 8, "n_groups": 1,
-                                      "num_hidden_layers": 4, "attn_layer_idx": [1], "d_intermediate": 40,
+    "mamba2": (Mamba2Config, {**_MAMBA2, "n_groups": 2, "num_hidden_layers": 3}),
+    "mamba2attn": (Mamba2AttnConfig, {**_MAMBA2, "n_groups": 1, "num_hidden_layers": 4, "attn_layer_idx": [1],
+                                      "d_intermediate": 40,
                                       "attn_cfg": {"num_heads": 4, "num_heads_kv": 2, "head_dim": 12, "d_conv": 4,
                                                    "rotary_emb_dim": 8}}),
     "mamba": (MambaConfig, _MAMBA1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -24,7 +25,6 @@ from surgery.recipe import Export, Splice
 from surgery.splice.graft import splice_model
 from surgery.splice.plan import make_plan
 from surgery.types import HeadId, HeadSet, ScoredHead
-from tests.integration.test_conformance import environment
 from tests.integration.test_conformance import folder as folder
 from tests.support.exports import in_this_process
 from tests.support.pico import (
@@ -74,7 +74,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         port = free.getsockname()[1]
     command = ["transformers", "serve", str(folder), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--trust-remote-code"] * (request.param == "folder")
-    process = stock().start(command, folder.parent, environment(folder.parent), SERVE)
+    environment = {**os.environ, "HF_MODULES_CACHE": str(folder.parent / "modules")}
+    process = stock().start(command, folder.parent, environment, SERVE)
     try:
         wait_for(f"http://127.0.0.1:{port}/health", process)
         with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as client:

@@ -16,9 +16,9 @@ from surgery.models.convert import convert
 from surgery.models.loading import load_model, revision_of
 from surgery.recipe import Base
 from tests.integration.conftest import BASE, EXPORT, PICO_MAMBA2, RECIPE, ROOT, SMALL, ran, refused, surgery, with_path
-from tests.support import processes
 from tests.support.mamba2attn import attn_model
 from tests.support.mamba_ssm_files import PADDED, tiny, write
+from tests.support.processes import alone
 
 PROMPT = "Question: What is the job of"
 
@@ -119,16 +119,14 @@ def test_convert_then_inspect_and_a_stranger(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "tokenizer.json").is_file()
     assert surgery("inspect", "./new", cwd=tmp_path).returncode == 0
     code = (
-        "import sys; sys.modules['surgery'] = None\n"
         "import torch; from transformers import AutoModelForCausalLM\n"
         "m = AutoModelForCausalLM.from_pretrained('./new', trust_remote_code=True).eval()\n"
         "print(m(torch.arange(9)[None]).logits.double().sum().item())"
     )
-    alone = processes.stock().run(["-c"], tmp_path, with_path(HF_MODULES_CACHE=str(tmp_path / "modules")), code)
-    assert alone.returncode == 0, alone.stderr
+    done = alone(code, cwd=tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"))
     with torch.no_grad():
         expected = model(torch.arange(9)[None]).logits.double().sum().item()
-    assert float(alone.stdout.split()[-1]) == pytest.approx(expected, abs=1e-3)
+    assert float(done.stdout.split()[-1]) == pytest.approx(expected, abs=1e-3)
 
 
 def test_ids_of_the_hub_come_from_its_cache_when_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ import torch
 from surgery.export import transformers_folder
 from surgery.export.folder import export_model
 from surgery.recipe import Export
-from tests.integration.conftest import ROOT
 from tests.support.battery import trained
 from tests.support.exports import in_this_process
 from tests.support.pico import SPLICED_FAMILIES, pico_hybrid, pico_site, pico_tokenizer, random_site
-from tests.support.processes import module_script, stock
+from tests.support.processes import alone, module_script
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return there
 
 
-def environment(scratch: Path) -> dict[str, str]:
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    given = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(scratch / "modules")}
-    return {**os.environ, **given, "PYTHONPATH": paths}
-
-
 def seen_by_a_stranger(folder: str, *names: str, place: Path) -> dict[str, Any]:
-    command = ["stranger", folder, "found.json", *names]
-    done = stock().run(command, place, environment(place), module_script("tests.support.stranger"))
-    assert done.returncode == 0, done.stderr[-2000:]
+    words = (folder, "found.json", *names)
+    alone(module_script("tests.support.stranger"), *words, cwd=place, HF_MODULES_CACHE=str(place / "modules"))
     return json.loads((place / "found.json").read_text())
 
 

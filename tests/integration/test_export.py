@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -27,7 +26,7 @@ from tests.integration.conftest import ran, refused
 from tests.support.battery import logits, stays_fp32, trained
 from tests.support.exports import edit, in_this_process, list_again, refusal, written
 from tests.support.pico import pico_tokenizer
-from tests.support.processes import stock
+from tests.support.processes import alone
 
 LIBRARY = Path(surgery.hybrid.__file__).parent
 
@@ -48,10 +47,7 @@ def test_the_folder_holds_nothing_of_this_machine(folder: Path) -> None:
 def test_the_cards_snippet_runs_as_written(folder: Path, tmp_path: Path) -> None:
     """Without this library and without anyone at the prompt: it generates, and transformers has nothing to ask."""
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.S)
-    script = f"import sys\nsys.modules['surgery'] = None\n{code}"
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path)}
-    done = stock().run(["-c"], folder, environment, script)
-    assert done.returncode == 0, done.stderr
+    done = alone(code, cwd=folder, HF_MODULES_CACHE=str(tmp_path))
     assert done.stdout.startswith("The value of")
     assert "trust_remote_code" not in done.stdout + done.stderr
 

@@ -6,7 +6,6 @@ Every hybrid has three spliced heads in two layers: copies of SSM heads, random 
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from tests.support.battery import (
     trained,
 )
 from tests.support.pico import SPLICED_FAMILIES, pad, pico_family, pico_tokenizer, prompts, randomise, tokens
-from tests.support.processes import stock
+from tests.support.processes import alone
 
 KV = {"task": "kv_retrieval", "rows": 1, "pairs": (2, 2), "weights": {"answer": 1.0, "attention": 1.0}}
 INITS = ("ssm", "random", "teacher")
@@ -256,9 +255,7 @@ def exports(
         for name in names:
             export_model(exported(name), pico_tokenizer(), there / name, card="A card.")
             arguments += [str(there / name), str(there / "ids"), str(there / f"{name}.found")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(there / "modules")}
-    done = stock().run(["-c", RELOAD, SAMPLE, *arguments], there, environment, RELOADS)
-    assert done.returncode == 0, done.stderr[-2000:]
+    alone(RELOADS, RELOAD, SAMPLE, *arguments, cwd=there, HF_MODULES_CACHE=str(there / "modules"))
     return {name: (there / name, load_file(there / f"{name}.found")) for name in names}
 
 

@@ -6,25 +6,24 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, NemotronHForCausalLM
 
 from surgery.models.convert import convert
 from surgery.models.lookup import geometry_of
 from surgery.recipe import Base
 from surgery.recipe.loading import load_recipe
-from surgery.types import head_set_from_json, plan_from_json
-from tests.integration.conftest import BASE, QUICK, RECIPE, ROOT, assert_all_refused, ran, refused, surgery
-from tests.support.exports import list_again
+from surgery.types import plan_from_json
+from tests.integration.conftest import BASE, QUICK, RECIPE, ROOT, assert_all_refused, ran, refused
+from tests.support.exports import edit, list_again
 from tests.support.pico import pico_family, pico_tokenizer
-from tests.support.processes import stock
+from tests.support.processes import alone
 
 PAIR = "splice={select: list, heads: [L3H2, L3H0], form: pair, before: 0, head_dim: 16}"
-# The quickstart's recipe says how heads are ranked, which the list does not need.
-WITHOUT_BASE = tuple(word for word in QUICK if not word.startswith("base.model"))
 COUNTS = ("parameters", "new parameters", "trainable parameters")
 GGUF = (f"export.llama_cpp={ROOT / 'tests' / 'support' / 'fake_llama_cpp'}", "export.pre_tokenizer=gpt-2")
 
@@ -49,9 +48,6 @@ def test_plan_heads_results_config_report_and_card_say_what_was_inserted(pair: P
     plan = plan_from_json(json.loads((pair / "plan.json").read_text()))
     (graft,) = plan.grafts
     assert (graft.form, graft.before, graft.site.layer, graft.heads) == ("pair", 0, 3, (2, 0))
-    assert plan.geometry == geometry_of(AutoModelForCausalLM.from_pretrained(BASE).config)
-    heads = head_set_from_json(json.loads((pair / "heads.json").read_text()))
-    assert [str(scored.head) for scored in heads.chosen] == ["L3H2", "L3H0"]
     results = json.loads((pair / "results.json").read_text())
     assert results["inserted"] == [{"form": "pair", "before": 0}] and results["heads"] == ["L3H2", "L3H0"]
     assert list(results["arms"]) == ["base", "no_splice", "hybrid_heads_off", "hybrid"]
@@ -92,7 +88,6 @@ def test_convert_gives_a_model_that_was_saved_again_the_config_of_the_export(pai
 
 ALONE = """
 import sys
-sys.modules["surgery"] = None
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -118,8 +113,7 @@ def test_it_loads_and_generates_in_a_process_without_this_library(pair: Path, tm
     export = pair / "export"
     assert not list(export.rglob("*.py"))
     assert [path.name for path in export.glob("*.safetensors")] == ["model.safetensors"]  # vLLM loads every one
-    done = stock().run(["-c", str(export), str(tmp_path / "out")], tmp_path, None, ALONE)
-    assert done.returncode == 0, done.stderr
+    alone(ALONE, str(export), str(tmp_path / "out"), cwd=tmp_path)
     found = load_file(tmp_path / "out")
     assert torch.equal(found["cached"], found["uncached"]) and torch.equal(found["cached"], found["alone"])
     trained = AutoModelForCausalLM.from_pretrained(pair / "trained").eval()
@@ -130,26 +124,21 @@ def test_it_loads_and_generates_in_a_process_without_this_library(pair: Path, tm
 
 
 def test_a_copy_is_verified(pair: Path, tmp_path: Path) -> None:
-    checked = surgery("verify", str(pair / "export"), cwd=tmp_path)
-    assert checked.returncode == 0 and "agree on the splice" in checked.stdout, checked.stdout + checked.stderr
+    assert "agree on the splice" in ran("verify", str(pair / "export"), cwd=tmp_path).stdout
     copy = tmp_path / "copy"
     shutil.copytree(pair / "export", copy)
-    config = json.loads((copy / "config.json").read_text())
-    for changed, *words in (
-        ({**config, "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}, "config.json", "auto_map"),
-        (config | {"inserted": [{**config["inserted"][0], "before": 1}]}, "inserted"),
-    ):
-        (copy / "config.json").write_text(json.dumps(changed))
+    config, weights = "config.json", "model.safetensors"
+    changes: list[tuple[str, Any, tuple[str, ...]]] = [
+        (config, lambda c: c.update(auto_map={"AutoModelForCausalLM": "evil.Evil"}), (config, "auto_map")),
+        (config, lambda c: c["inserted"][0].update(before=1), ("inserted",)),
+        (weights, lambda t: t["backbone.layers.1.mixer.o_proj.weight"].add_(1), ("reloading", "differ")),
+    ]
+    for name, change, words in changes:
+        edit(copy, name, change)
         list_again(copy)
         line = refused("verify", str(copy), cwd=tmp_path)
         assert [word for word in words if word not in line] == [], line
-    (copy / "config.json").write_text(json.dumps(config))
-    weights = load_file(copy / "model.safetensors")
-    weights["backbone.layers.1.mixer.o_proj.weight"] += 1
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    list_again(copy)
-    line = refused("verify", str(copy), cwd=tmp_path)
-    assert "reloading" in line and "differ" in line
+        shutil.copy(pair / "export" / name, copy)
 
 
 def test_a_pair_that_begins_with_the_output_of_its_heads(tmp_path: Path) -> None:
@@ -163,7 +152,7 @@ def test_a_pair_that_begins_with_the_output_of_its_heads(tmp_path: Path) -> None
 
 
 def test_it_is_trained_further_in_the_same_format(pair: Path, tmp_path: Path) -> None:
-    tune = ("run", str(RECIPE), *WITHOUT_BASE, f"base.model={pair / 'export'}", "splice=null")
+    tune = ("run", str(RECIPE), *QUICK, f"base.model={pair / 'export'}", "splice=null")
     assert_all_refused({tune: ("export.format", "nemotron_h")}, tmp_path)
     ran(*tune, "export.format=nemotron_h", "train.control=false", cwd=tmp_path)
     export = tmp_path / "runs" / "quickstart" / "export"
@@ -183,9 +172,8 @@ def test_a_dry_run_counts_the_new_layers(tmp_path: Path) -> None:
 def test_a_base_that_cannot_be_expressed_is_refused_before_locating(tmp_path: Path) -> None:
     base = tmp_path / "limited"
     shutil.copytree(BASE, base)
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"time_step_limit": [0.001, 0.1]}))
-    run = ("run", str(RECIPE), *WITHOUT_BASE, PAIR)
+    edit(base, "config.json", lambda config: config.update(time_step_limit=[0.001, 0.1]))
+    run = ("run", str(RECIPE), *QUICK, PAIR)
     given = {
         (f"base.model={base}",): ("time_step_limit", "0.001", "splice.form: head"),
         (f"base.model={BASE}", "base.dtype=bfloat16"): ("base.dtype", "bfloat16", "float32"),
@@ -199,11 +187,10 @@ def test_a_nemotron_h_with_experts_is_a_base(tmp_path: Path) -> None:
     base = tmp_path / "base"
     pico_family("nemotron_h", vocab_size=1024).save_pretrained(base)
     pico_tokenizer().save_pretrained(base)
-    published = json.loads((base / "config.json").read_text())
-    published["auto_map"] = {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}  # as NVIDIA's have
-    (base / "config.json").write_text(json.dumps(published))
+    code = {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}  # as NVIDIA's have
+    edit(base, "config.json", lambda config: config.update(auto_map=code))
     splice = "splice={select: list, heads: [L3H2, L0H1, L3H0], form: pair, init: ssm}"
-    run = ("run", str(RECIPE), *WITHOUT_BASE, f"base.model={base}", splice)
+    run = ("run", str(RECIPE), *QUICK, f"base.model={base}", splice)
     assert_all_refused({(*run, "splice.head_dim=64"): ("splice.head_dim", "64", "8")}, tmp_path)
     ran(*run, cwd=tmp_path)
     folder = tmp_path / "runs" / "quickstart"
@@ -226,7 +213,6 @@ def test_the_run_is_exported_as_gguf_with_a_stand_in_for_the_converter(pair: Pat
     assert "export.llama_cpp: none" in refused("export", *words, "export.llama_cpp=none", cwd=tmp_path)
     ran("export", *words, *GGUF, cwd=tmp_path)
     export = tmp_path / "runs" / "quickstart" / "export"
-    checked = surgery("verify", str(export), cwd=tmp_path)
-    assert checked.returncode == 0 and "model.gguf: 53 tensors and 973 tokens equal" in checked.stdout, checked.stderr
+    assert "model.gguf: 53 tensors and 973 tokens equal" in ran("verify", str(export), cwd=tmp_path).stdout
     assert "fake_llama_cpp" not in (export / "recipe.yaml").read_text()
     assert "model.gguf" in (export / "README.md").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from surgery.evaluate.lm_eval_files import lm_eval_groups, tasks_folder
 from surgery.models.loading import load_model, load_tokenizer
 from surgery.probes.documents import rng_of
 from surgery.recipe import Base, LmEval
-from tests.support.processes import stock
+from tests.support.processes import alone
 
 harness_tasks = pytest.importorskip("lm_eval.tasks")
 HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
@@ -49,17 +48,15 @@ def dulled(folder: Path) -> Path:
 def test_the_command_gives_the_same_answers_prompt_by_prompt(tmp_path: Path) -> None:
     """Run where `surgery` cannot be imported, as on a user's machine that has only the folders."""
     tasks, model = [f"surgery_{NAME}", f"surgery_{NAME}_generated"], dulled(tmp_path / "model")
-    code = "import sys; sys.modules['surgery'] = None; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
-    command = [
-        "lm_eval", "--model", "hf",
+    words = [
+        "--model", "hf",
         "--model_args", f"pretrained={model},trust_remote_code=True,max_length=4096",
         "--include_path", str(tasks_folder()),
         "--tasks", ",".join(tasks), "--device", "cpu", "--batch_size", "16", "--limit", str(LIMIT),
         "--output_path", str(tmp_path / "out"), "--log_samples",
     ]  # fmt: skip
     folders = {"HF_HOME": str(tmp_path / "hub"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = stock().run(command, tmp_path, os.environ | folders | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}, code)
-    assert done.returncode == 0, done.stderr[-3000:]
+    alone("from lm_eval.__main__ import cli_evaluate; cli_evaluate()", *words, cwd=tmp_path, **folders)
     base = Base(model=str(model))
     documents = [lm_eval_groups()["retrieval"][NAME](rng_of("lm_eval", 0, NAME, i)) for i in range(LIMIT)]
     tokenizer = load_tokenizer(base)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from surgery.models.lookup import family_of
@@ -71,11 +70,6 @@ def test_the_export_is_what_was_trained(run: Path) -> None:
     assert (config["state_size"], config["base_state_size"]) == (SIZE, 32)
     record = json.loads((run / "export" / "export.json").read_text())
     assert record["max_logit_difference"] == 0 and record["checked_without_surgery"]
-    weights = load_file(run / "export" / "model.safetensors")
-    for site in config["splice"]:
-        block = weights[f"backbone.layers.{site['layer']}.mixer.out_proj.weight"]
-        for head in site["heads"]:
-            assert not block[:, head * config["head_dim"] : (head + 1) * config["head_dim"]].any(), "it is replaced"
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (run / "trained", run / "export")]
     with torch.no_grad():
         one, other = (model(tokens()).logits for model in models)
@@ -116,7 +110,6 @@ def test_results_say_what_of_the_gap_to_the_teacher_is_closed(run: Path, finishe
 
 
 def test_a_cut_hybrid_is_trained_further(run: Path, tmp_path: Path) -> None:
-    words = [word for word in QUICK if not word.startswith("base.model")]
     further = (f"base.model={run / 'export'}", "splice=null", "--to", "train")
-    ran("run", str(RECIPE), *words, *further, cwd=tmp_path)
+    ran("run", str(RECIPE), *QUICK, *further, cwd=tmp_path)
     assert widths(tmp_path / "runs" / "quickstart" / "trained") == {SIZE}

@@ -1,7 +1,7 @@
 """Run commands in processes of their own without importing torch for each.
 
 - `run(["surgery", "inspect", FOLDER], cwd)` forks a child of this process, which becomes the command.
-- `stock().run(...)` forks a child of a server that has imported transformers and not this library. All test processes
+- `alone(SCRIPT, ...)` forks a child of a server that has imported transformers and not this library. All test processes
   of a session share it. `Reloads` lets it stand in for `subprocess` where an export is reloaded without this library.
 
 Variables that a library reads while it is imported have no effect in a child: start a command that needs them with
@@ -122,10 +122,6 @@ class Server:
         """Start a command. Arguments are those of `start` in this module."""
         return _ask(self.address, _request(*given, **named))
 
-    def run(self, *given: Any, **named: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
-        return self.start(*given, **named).wait()
-
     def stop(self) -> None:
         """End it, if this process has started it."""
         if self.pid:
@@ -138,6 +134,14 @@ class Server:
 def stock() -> Server:
     """The server of this test session, started when it is first needed."""
     return Server()
+
+
+def alone(script: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script, which has to succeed, where this library cannot be imported."""
+    script = f"import sys\nsys.modules['surgery'] = None\n{script}"
+    done = stock().start(["-c", *arguments], cwd, {**os.environ, **environment}, script).wait()
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 class Reloads:

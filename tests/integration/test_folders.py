@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from surgery.files.ownership import MARK, mark
-from tests.integration.conftest import BASE, QUICK, RECIPE, ROOT, assert_all_refused, ran, refused, run_small
+from surgery.files.ownership import mark
+from tests.integration.conftest import BASE, QUICK, RECIPE, ROOT, ran, refused, run_small
 
 ANALYSIS = str(ROOT / "recipes" / "pico-reproduce.yaml")
 PRETRAIN = str(ROOT / "recipes" / "pretrain-pico.yaml")
@@ -127,5 +127,3 @@ def test_a_comparison_replaces_a_comparison(tmp_path: Path) -> None:
         results = json.loads((tmp_path / "runs" / "compare" / "results.json").read_text())
         assert results["arms"][BASE.name]["kv_retrieval"]["2"]["n"] == count
         assert [p.name for p in (tmp_path / "runs").iterdir()] == ["compare"]
-    (tmp_path / "runs" / "compare" / MARK).unlink()
-    assert_all_refused({("compare", str(BASE), *few): ("holds no comparison of this toolkit",)}, tmp_path)

@@ -16,7 +16,6 @@ import torch
 
 from surgery.export.files import fingerprints
 from surgery.recipe import check_recipe, load_recipe
-from surgery.types import head_set_from_json, plan_from_json
 from tests.integration.conftest import BASE, RECIPE, SMALL, refused, run_small, surgery
 from tests.support import processes
 
@@ -60,17 +59,11 @@ def test_results_have_the_documented_form(finished: Path) -> None:
     assert "recipe" not in read(finished / "export" / "results.json"), "it has local paths"
 
 
-def test_heads_plan_config_results_and_card_agree(finished: Path) -> None:
-    heads = head_set_from_json(read(finished / "heads.json"))
-    plan = plan_from_json(read(finished / "plan.json"))
-    config = read(finished / "export" / "config.json")
-    results = read(finished / "results.json")
+def test_results_and_card_agree(finished: Path) -> None:
+    """And with the export's config; `verify` compares that with the plan, the heads and the card."""
+    config, results = read(finished / "export" / "config.json"), read(finished / "results.json")
     card = (finished / "export" / "README.md").read_text()
-    from_config = [f"L{site['layer']}H{head}" for site in config["splice"] for head in site["heads"]]
-    assert sorted(str(s.head) for s in heads.chosen) == sorted(map(str, plan.heads)) == sorted(from_config)
-    assert results["heads"] == from_config and all(f"| {head} |" in card for head in from_config)
-    for site, graft in zip(config["splice"], plan.grafts, strict=True):
-        assert (site["mode"], site["init"], site["reads"]) == (graft.mode, graft.init, list(graft.reads))
+    assert results["heads"] == [f"L{site['layer']}H{head}" for site in config["splice"] for head in site["heads"]]
     for arm in results["arms"].values():
         assert f"{arm['kv_retrieval']['8']['accuracy']:.3f}" in card and f"{arm['perplexity']:.3f}" in card
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import surgery.hybrid
@@ -27,11 +28,14 @@ EXAMPLE = ROOT / "checkpoints" / "quickstart"
 FAR = ROOT / "checkpoints" / "pico-far"
 
 
+def accuracy(folder: Path, documents: Sequence[Document]) -> float:
+    base = Base(model=str(folder))
+    return float(answer_choices(load_model(base), load_tokenizer(base), documents, 64).correct.float().mean())
+
+
 def kv_accuracy(folder: Path, pairs: int, prompts: int) -> float:
     """On prompts that no recipe uses."""
-    base = Base(model=str(folder))
-    documents = [kv_document(rng_of("committed", pairs, i), pairs, split="eval") for i in range(prompts)]
-    return float(answer_choices(load_model(base), load_tokenizer(base), documents, 64).correct.float().mean())
+    return accuracy(folder, [kv_document(rng_of("committed", pairs, i), pairs, split="eval") for i in range(prompts)])
 
 
 def test_the_base_retrieves_from_few_pairs_and_not_from_many() -> None:
@@ -39,11 +43,10 @@ def test_the_base_retrieves_from_few_pairs_and_not_from_many() -> None:
     assert kv_accuracy(BASE, 32, 128) <= 0.65, "0.60 on the 400 prompts of its card; 128 here"
 
 
-def test_the_base_knows_its_facts() -> None:
-    base = Base(model=str(BASE))
+def test_both_bases_know_their_facts() -> None:
     assert len(facts()) >= 300
-    scores = answer_choices(load_model(base), load_tokenizer(base), [fact_question(f) for f in facts()], 128)
-    assert float(scores.correct.float().mean()) >= 0.95
+    for folder in (BASE, FAR):
+        assert accuracy(folder, [fact_question(f) for f in facts()]) >= 0.95, folder
 
 
 def far_prompts(pairs: int, count: int) -> list[Document]:
@@ -52,12 +55,8 @@ def far_prompts(pairs: int, count: int) -> list[Document]:
 
 
 def test_the_far_base_retrieves_over_distance() -> None:
-    base = Base(model=str(FAR))
-    model, tokenizer = load_model(base), load_tokenizer(base)
     assert sum(p.stat().st_size for p in FAR.rglob("*")) < 12_000_000
-    assert answer_choices(model, tokenizer, far_prompts(8, 128), 64).correct.float().mean() >= 0.80
-    scores = answer_choices(model, tokenizer, [fact_question(f) for f in facts()], 128)
-    assert float(scores.correct.float().mean()) >= 0.95
+    assert accuracy(FAR, far_prompts(8, 128)) >= 0.80
 
 
 def test_the_far_base_needs_its_gather_and_aggregate_heads() -> None:

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.integration.conftest import BASE, EXPORT, PICO_MAMBA2, RECIPE, ROOT, SMALL, assert_all_refused, surgery
+from tests.support.exports import edit
 
 RUN = ("run", str(RECIPE), *SMALL)
 LINE = {"prompt": "fox:12\nowl:34\nWhere is the owl?\n", "answer": "34"}
@@ -21,10 +23,6 @@ LINE = {"prompt": "fox:12\nowl:34\nWhere is the owl?\n", "answer": "34"}
 @pytest.fixture
 def base_copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(BASE, tmp_path / "base"))
-
-
-def change(file: Path, **fields: object) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 def commands_on(model: str) -> tuple[tuple[str, ...], ...]:
@@ -42,11 +40,11 @@ def test_a_fault_of_a_base_in_every_command(tmp_path: Path) -> None:
         ("model.safetensors", b"\xff" * 100, ("model.safetensors", "damaged")),
     ]
     for number, (name, content, words) in enumerate(faults):
-        file = Path(shutil.copytree(BASE, tmp_path / str(number))) / name
+        folder = Path(shutil.copytree(BASE, tmp_path / str(number)))
         if isinstance(content, dict):
-            change(file, **content)
+            edit(folder, name, lambda config: config.update(content))  # noqa: B023
         else:
-            file.write_bytes(content)
+            (folder / name).write_bytes(content)
         commands = commands_on(f"./{number}")
         assert_all_refused(
             dict.fromkeys(commands if number == 0 else commands[number :: len(faults) - 1], words), tmp_path
@@ -61,11 +59,12 @@ def test_a_fault_of_a_tokenizer_in_every_command_that_reads_it(base_copy: Path, 
         cases = {command: (field, "tokenizer files are damaged") for command, field in readers.items()}
         assert_all_refused(cases, tmp_path)
         shutil.copy(BASE / name, base_copy)
-    tokenizer = json.loads((base_copy / "tokenizer.json").read_text())
-    added = {**tokenizer["added_tokens"][0], "id": 5000, "content": "<|more|>"}
-    vocabulary = {**tokenizer["model"]["vocab"], "<|more|>": 5000}
-    more = {"added_tokens": [*tokenizer["added_tokens"], added], "model": {**tokenizer["model"], "vocab": vocabulary}}
-    change(base_copy / "tokenizer.json", **more)
+
+    def add_token(tokenizer: Any) -> None:
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 5000, "content": "<|more|>"})
+        tokenizer["model"]["vocab"]["<|more|>"] = 5000
+
+    edit(base_copy, "tokenizer.json", add_token)
     assert_all_refused(dict.fromkeys(readers, ("base.tokenizer", "5000")), tmp_path)
     for file in base_copy.glob("tokenizer*"):
         file.unlink()

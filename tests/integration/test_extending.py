@@ -52,13 +52,15 @@ def write_base(folder: Path) -> None:
     pico_tokenizer().save_pretrained(folder / "base")
 
 
-def write_recipe(folder: Path, heading: str, **more: Any) -> None:
-    """A pico base, and recipe.yaml: a tiny run with the keys of a section of the page, and `more` by section."""
+def ran_recipe(folder: Path, heading: str, *words: str, command: str = "run", **more: Any) -> Path:
+    """The folder of a tiny run of a pico base, with the keys of a section of the page, and `more` by section."""
     write_base(folder)
     recipe = yaml.safe_load(TINY) | yaml.safe_load(block(heading, "yaml"))
     for section, fields in more.items():
         recipe[section] = recipe.get(section, {}) | fields
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    ran(command, "recipe.yaml", *words, cwd=folder, path=folder)
+    return folder / "runs" / "tiny"
 
 
 def test_a_probe_from_outside(tmp_path: Path) -> None:
@@ -66,9 +68,7 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
     (tmp_path / "reversal.py").write_text(block("A probe"))
     (tmp_path / "stock.py").write_text(block("A probe", 'python title="stock.py"'))
     few = {"pairs": [4], "examples": 4, "sentences": 4}
-    write_recipe(tmp_path, "A probe", train={"steps": 2, "control": False}, evaluate=few)
-    ran("run", "recipe.yaml", "--to", "evaluate", cwd=tmp_path, path=tmp_path)
-    run = tmp_path / "runs" / "tiny"
+    run = ran_recipe(tmp_path, "A probe", "--to", "evaluate", train={"steps": 2, "control": False}, evaluate=few)
     results = json.loads((run / "results.json").read_text())
     for arm in ("base", "hybrid"):
         assert results["arms"][arm]["reversal"]["5"]["n"] == 4
@@ -97,9 +97,7 @@ def test_a_probe_from_outside(tmp_path: Path) -> None:
 def test_an_objective_from_outside(tmp_path: Path) -> None:
     """A recipe gives it a weight; its curve is in training.json and in the figure."""
     (tmp_path / "smoothing.py").write_text(block("An objective"))
-    write_recipe(tmp_path, "An objective", train={"steps": 3, "micro_batch": 2})
-    ran("run", "recipe.yaml", "--to", "train", cwd=tmp_path, path=tmp_path)
-    folder = tmp_path / "runs" / "tiny"
+    folder = ran_recipe(tmp_path, "An objective", "--to", "train", train={"steps": 3, "micro_batch": 2})
     history = json.loads((folder / "training.json").read_text())
     uniform = math.log(1024)
     for entry in history:
@@ -125,9 +123,7 @@ def test_an_installed_plugin_is_in_the_schema(tmp_path: Path) -> None:
 def test_an_export_format_from_outside(tmp_path: Path) -> None:
     """A run writes it; `verify` needs the plugin on the command line, names it, and imports nothing on its own."""
     (tmp_path / "npz_format.py").write_text(block("An export format"))
-    write_recipe(tmp_path, "An export format")
-    ran("run", "recipe.yaml", cwd=tmp_path, path=tmp_path)
-    run = tmp_path / "runs" / "tiny"
+    run = ran_recipe(tmp_path, "An export format")
     weights = load_file(run / "trained" / "model.safetensors")
     with np.load(run / "export" / "weights.npz") as arrays:
         assert all(np.array_equal(arrays[name], tensor.numpy()) for name, tensor in weights.items())
@@ -159,10 +155,9 @@ def test_a_locating_method_from_outside(tmp_path: Path) -> None:
     """Its column is in every file that locating writes, and it chooses the head."""
     (tmp_path / "direct_logits.py").write_text(block("A locating method"))
     (tmp_path / "value_ablation.py").write_text(block("A locating method", 'python title="value_ablation.py"'))
-    write_recipe(tmp_path, "A locating method", base={"model": str(PICO_MAMBA2)}, locate={"pairs": 16, "examples": 16})
-    ran("locate", "recipe.yaml", cwd=tmp_path, path=tmp_path)
+    more = {"base": {"model": str(PICO_MAMBA2)}, "locate": {"pairs": 16, "examples": 16}}
+    folder = ran_recipe(tmp_path, "A locating method", command="locate", **more)
 
-    folder = tmp_path / "runs" / "tiny"
     heads = json.loads((folder / "heads.json").read_text())
     scores = [head["scores"]["direct_logits"] for head in heads["heads"]]
     assert len(scores) == 32 and all(score["n"] == 16 and score["low"] < score["high"] for score in scores)
@@ -208,9 +203,7 @@ def test_a_family_from_outside(tmp_path: Path) -> None:
 def test_an_attention_branch_from_outside(tmp_path: Path) -> None:
     """A run splices, trains and exports it; the export brings its file, which only a plugin or trust lets run."""
     (tmp_path / "cosine_attention.py").write_text(block("An attention branch"))
-    write_recipe(tmp_path, "An attention branch")
-    ran("run", "recipe.yaml", cwd=tmp_path, path=tmp_path)
-    export = tmp_path / "runs" / "tiny" / "export"
+    export = ran_recipe(tmp_path, "An attention branch") / "export"
     config = json.loads((export / "config.json").read_text())
     assert config["splice"][0]["init"] == "cosine" and config["splice"][0]["temperature"] == 0.1
     assert config["auto_map"]["AutoModelForCausalLM"] == "hybrid_with_branches.Mamba2HybridForCausalLM"

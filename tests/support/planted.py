@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -110,12 +110,7 @@ def planted_prompts(seed: int, examples: int = 24, pairs: int = 5) -> EncodedBat
 
 
 @torch.no_grad()
-def plant(
-    seed: int,
-    family: Family = "mamba2",
-    n_groups: int = 1,
-    backup: bool = False,
-) -> Planted:
+def plant(seed: int, family: Family = "mamba2", n_groups: int = 1, backup: bool = False) -> Planted:
     """Build a model with planted heads among random ones.
 
     Args:
@@ -131,9 +126,7 @@ def plant(
     decoy_head = HeadId(aggregates[0].layer, places[1][1])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        vocab_size = len(planted_tokenizer())
-        model = _mamba2(n_groups, vocab_size) if family == "mamba2" else _mamba1(vocab_size)
-        _randomise(model)
+        model = _random(family, n_groups)
     _write_tokens(model, rng)
     scale, answer_scale = _scales(family, n_groups)
     planted = [*zip((gather, *aggregates), places, strict=True), (decoy_head, places[1])]
@@ -153,25 +146,16 @@ def plant(
     return Planted(model.eval(), gather, tuple(aggregates), decoy_head)
 
 
-_TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
-_SHAPE = {"hidden_size": HIDDEN, "expand": 1, "state_size": STATE, "num_hidden_layers": LAYERS}
-
-
-def _mamba2(n_groups: int, vocab_size: int) -> Mamba2ForCausalLM:
-    vocab = {"vocab_size": vocab_size}
-    heads = {"num_heads": HEADS, "head_dim": WIDTH, "n_groups": n_groups, "chunk_size": 40}
-    return Mamba2ForCausalLM(Mamba2Config(**_SHAPE, **_TOKENS, **vocab, **heads))
-
-
-def _mamba1(vocab_size: int) -> MambaForCausalLM:
-    vocab = {"vocab_size": vocab_size}
-    config = MambaConfig(**_SHAPE, **_TOKENS, **vocab, time_step_rank=STEPS)
-    config.channels_per_head = WIDTH
-    return MambaForCausalLM(config)
-
-
-def _randomise(model: PreTrainedModel) -> None:
-    """Randomise all heads: they read all dimensions and write a little to all, except for the flags."""
+def _random(family: Family, n_groups: int) -> PreTrainedModel:
+    """A model of random heads: they read all dimensions and write a little to all, except for the flags."""
+    tokens = {"vocab_size": len(planted_tokenizer()), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    shape = {"hidden_size": HIDDEN, "expand": 1, "state_size": STATE, "num_hidden_layers": LAYERS}
+    given: dict[str, Any] = {**tokens, **shape, "tie_word_embeddings": False}
+    if family == "mamba2":
+        heads = {"num_heads": HEADS, "head_dim": WIDTH, "n_groups": n_groups, "chunk_size": 40}
+        model: PreTrainedModel = Mamba2ForCausalLM(Mamba2Config(**given, **heads))
+    else:
+        model = MambaForCausalLM(MambaConfig(**given, time_step_rank=STEPS, channels_per_head=WIDTH))
     for name, p in model.named_parameters():
         if "norm" in name or name.endswith(".D"):
             p.fill_(1)
@@ -188,6 +172,7 @@ def _randomise(model: PreTrainedModel) -> None:
             p.zero_()
         else:
             p.normal_(0, 0.1)
+    return model
 
 
 def _write_tokens(model: PreTrainedModel, rng: Random) -> None:

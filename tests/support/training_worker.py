@@ -94,7 +94,7 @@ def uneven(folder: Path) -> dict[str, Any]:
 def packed(folder: Path) -> dict[str, Any]:
     """Sources that share rows. The second one has a document for one of two processes."""
     few = {"task": "sentence", "tokens": 8, "weights": {"base_kl": 1.0, "lm": 0.5}}
-    return {"sources": [{**uneven(folder), "weights": {"answer": 1.0, "base_kl": 0.5}}, few]}
+    return {"sources": [uneven(folder), few]}
 
 
 def section(folder: Path, steps: int, **more: Any) -> Train:

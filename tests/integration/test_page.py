@@ -5,6 +5,7 @@ filters and opens heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,10 @@ def heads() -> HeadSet:
     return replace(found, heads=(*found.heads[:-1], dropped), groups=(pair,))
 
 
-@pytest.fixture(params=WIDTHS, scope="module")
-def opened(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The page opened from a file; whatever it complains of, and whatever it asks for, is kept beside it."""
-    found = heads()
-    rows = tuple(prompt(found, (*HOSTILE, *("key", ":", "7", "\n") * 20, tail), 2, i) for i, tail in enumerate("ab"))
-    path = write_page(found, rows, tmp_path_factory.mktemp("page") / "locate.html")
-    page = browser.new_page(viewport={"width": WIDTHS[request.param], "height": 900})
+@contextmanager
+def opened_at(browser: Any, width: str, path: Path) -> Iterator[Any]:
+    """A page opened from a file; whatever it complains of, and whatever it asks for, is kept beside it."""
+    page = browser.new_page(viewport={"width": WIDTHS[width], "height": 900})
     page.complaints, page.requests = [], []
     page.on("console", lambda message: page.complaints.append(message.text))
     page.on("pageerror", lambda error: page.complaints.append(str(error)))
@@ -41,8 +39,18 @@ def opened(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytes
     page.on("request", lambda asked: page.requests.append(asked.url))
     page.goto(path.as_uri())
     yield page
-    assert page.complaints == [] and page.requests == [path.as_uri()]
+    assert page.complaints == []
+    assert [url for url in page.requests if not url.startswith("data:")] == [path.as_uri()]
     page.close()
+
+
+@pytest.fixture(params=WIDTHS, scope="module")
+def opened(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    found = heads()
+    rows = tuple(prompt(found, (*HOSTILE, *("key", ":", "7", "\n") * 20, tail), 2, i) for i, tail in enumerate("ab"))
+    path = write_page(found, rows, tmp_path_factory.mktemp("page") / "locate.html")
+    with opened_at(browser, request.param, path) as page:
+        yield page
 
 
 @pytest.fixture
@@ -162,27 +170,18 @@ def test_goes_by_keyboard(page: Any) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_finished_run_is_told_on_one_page(browser: Any, finished: Path, width: str) -> None:
-    path = finished / "report.html"
-    page = browser.new_page(viewport={"width": WIDTHS[width], "height": 900})
-    complaints: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url[:40]))
-    page.goto(path.as_uri())
-    assert complaints == [] and [url for url in asked if not url.startswith("data:")] == [path.as_uri()[:40]]
-    drawn = page.locator("img").evaluate_all("images => images.map(image => image.naturalWidth)")
-    assert len(drawn) >= 4 and min(drawn) > 100
-    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
-    assert page.locator(".verdict").count() == 1 and page.locator(".tiles > div").count() == 4
-    tops = page.locator(".tiles > div").evaluate_all("d => d.map(x => x.getBoundingClientRect().y)")
-    assert len(set(tops)) == (2 if width == "narrow" else 1), "rows of tiles"
-    scrolled = page.locator("#measurements .scroll").evaluate("d => (d.scrollLeft = 50, d.scrollLeft)")
-    assert scrolled == (50 if width == "narrow" else 0), "wide tables scroll inside their box"
-    page.locator("nav a", has_text="All measurements").click()
-    assert page.url.endswith("#measurements")
-    linked = page.locator("nav a:not([href^='#'])").evaluate_all("links => links.map(a => a.getAttribute('href'))")
-    assert "locate.html" in linked and all((finished / name).is_file() for name in linked)
-    headings = page.locator("h2").all_inner_texts()
-    assert [h for h in headings if h != "One prompt"][:3] == ["Retrieval", "All measurements", "Spliced heads"]
-    page.close()
+    with opened_at(browser, width, finished / "report.html") as page:
+        drawn = page.locator("img").evaluate_all("images => images.map(image => image.naturalWidth)")
+        assert len(drawn) >= 4 and min(drawn) > 100
+        assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
+        assert page.locator(".verdict").count() == 1 and page.locator(".tiles > div").count() == 4
+        tops = page.locator(".tiles > div").evaluate_all("d => d.map(x => x.getBoundingClientRect().y)")
+        assert len(set(tops)) == (2 if width == "narrow" else 1), "rows of tiles"
+        scrolled = page.locator("#measurements .scroll").evaluate("d => (d.scrollLeft = 50, d.scrollLeft)")
+        assert scrolled == (50 if width == "narrow" else 0), "wide tables scroll inside their box"
+        page.locator("nav a", has_text="All measurements").click()
+        assert page.url.endswith("#measurements")
+        linked = page.locator("nav a:not([href^='#'])").evaluate_all("links => links.map(a => a.getAttribute('href'))")
+        assert "locate.html" in linked and all((finished / name).is_file() for name in linked)
+        headings = page.locator("h2").all_inner_texts()
+        assert [h for h in headings if h != "One prompt"][:3] == ["Retrieval", "All measurements", "Spliced heads"]

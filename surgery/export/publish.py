@@ -108,7 +108,7 @@ def publish(
     sums, export_format = check_publishable(Path(folder), trust_remote_code, plugins, say)
     loadable = (*LOADABLE, *export_format.loadable)
     api = HfApi(endpoint=endpoint, token=token)
-    hub = _Hub(api, repo_id, revision or "main", Path(folder), sums, loadable, say, sleep)
+    hub = _Hub(api, token, repo_id, revision or "main", Path(folder), sums, loadable, say, sleep)
     private = hub.prepare(public)
     title = message or f"Hybrid exported by ssm-surgery {__version__}"
     done = hub.retry("upload the files", lambda: hub.upload(title, pull_request, private))
@@ -150,6 +150,7 @@ class _Hub:
     """
 
     api: HfApi
+    token: str
     repo_id: str
     revision: str
     folder: Path
@@ -223,7 +224,7 @@ class _Hub:
         except ValueError as error:
             if "README.md" not in str(error):
                 raise
-            text = redacted(" ".join(str(error).split()).replace(str(self.api.token), "<token>"))
+            text = redacted(" ".join(str(error).split()).replace(self.token, "<token>"))
             raise ModelError("README.md", text, "Correct its front matter.") from None
         url, changed = done.pr_url or done.commit_url, (tuple(new), tuple(removed), tuple(kept))
         return Published(self.repo_id, private, done.oid, url, *changed, len(self.sums))
@@ -279,7 +280,7 @@ class _Hub:
         else:
             text = str(error) or type(error).__name__
         line = next((line for line in text.splitlines() if line.strip()), "no message")
-        return line.replace(str(self.api.token), "<token>")[:200].rstrip(".")
+        return line.replace(self.token, "<token>")[:200].rstrip(".")
 
     def _explained(self, error: Exception, doing: str) -> SurgeryError:
         """Convert an error of the Hub to one that tells the user what to do."""

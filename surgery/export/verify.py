@@ -66,7 +66,9 @@ def verify_folder(folder: Path | str, trust_remote_code: bool = False, plugins: 
     # An exception of a plugin names its format. One of this library is a bug to report.
     name, is_plugin = f"format {export_format.name}", plugin_of(export_format) is not None
     with reading(name, None, AGAIN) if is_plugin else nullcontext():
-        report["agree"], absent = check_documents(folder, export_format.read_plan(folder, trust_remote_code))
+        stated = export_format.read_plan(folder, trust_remote_code)
+    report["agree"], absent = check_documents(folder, stated)
+    with reading(name, None, AGAIN) if is_plugin else nullcontext():
         checked = export_format.verify(folder, trust_remote_code)
     return {**report, **checked, "not_checked": [*not_checked, *absent, *checked.get("not_checked", ())]}
 
